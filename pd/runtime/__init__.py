@@ -1,0 +1,1 @@
+"""The serving system: brains, wire, engine, front and the processes around them."""

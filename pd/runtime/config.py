@@ -1,0 +1,127 @@
+"""What people may set, checked before anything starts. Pure.
+
+Every field has its unit in its name or beneath it, with the default's reason. `None` means: derived at start, and the
+start-up line says what was chosen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pd.runtime.wire.messages import Role
+from pd.transfer.layout import DEFAULT_ORDER
+
+
+class ConfigError(Exception):
+    """Before start, the user's to mend. Carries all faults at once; `hint` is printed on its own line."""
+
+    def __init__(self, *faults: str, hint: str = "") -> None:
+        super().__init__("\n".join(faults))
+        self.hint = hint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    model: str | None = None
+    """A directory, or a hub id where a hub can be reached. None: the default model."""
+    served_name: str | None = None
+    """As clients say it. None: the directory's last part or the hub id."""
+    dtype: str = "auto"
+    """auto: the checkpoint's own; fp16 checkpoints become bfloat16 on CPU, where fp16 is slow."""
+    max_model_len: int | None = None
+    """Tokens of prompt + answer. None: the model's limit, or the pool's where that is smaller."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVConfig:
+    page_size: int = 16
+    """Tokens. Small enough to share prefixes, large enough that a page's heads are one copy of over 100 KB."""
+    num_pages: int | None = None
+    """A rank. None: from kv_memory."""
+    kv_memory: float | None = None
+    """Bytes if above 1, else the fraction of free device memory left after weights. None: 0.9 on GPU, 2 GiB on CPU."""
+    order: tuple[str, ...] = DEFAULT_ORDER
+    prefix_cache: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepConfig:
+    max_running: int = 256
+    """Requests with a slot at once."""
+    max_prefill_tokens: int = 2048
+    """Of one step: long enough for GEMM-bound work, short enough to stream a long prompt's KV while it computes."""
+    max_waiting: int = 4096
+    """Requests queued in one instance; more are refused with Retry-After."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceConfig:
+    device: str = "auto"
+    """auto: cuda (also ROCm's) where there is one, else cpu."""
+    tp: int = 1
+    """Ranks. Any number up to the query heads, dividing or not."""
+    threads: int | None = None
+    """CPU threads a rank. None: the instance's cores over its ranks, at least 1."""
+    cores: tuple[int, ...] | None = None
+    """CPU cores of this instance. None: all this process may use."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkConfig:
+    host: str = "127.0.0.1"
+    """Where this process binds. Not loopback only if said."""
+    port: int | None = None
+    """HTTP of a router (None: 8000); handoff messages of a worker (None: any free one)."""
+    router: str = "tcp://127.0.0.1:8500"
+    """The router's membership address: the router binds it, workers connect to it."""
+    transfer: str = "auto"
+    """auto: shm when the peer is on this host, else tcp."""
+    transfer_devices: tuple[str, ...] = ()
+    """Network interfaces or NICs. A backend that cannot honour them refuses."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceConfig:
+    """One prefill, decode or colocated instance."""
+
+    role: Role
+    name: str
+    """Unique in the cluster; the membership names instances, not addresses."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    kv: KVConfig = field(default_factory=KVConfig)
+    step: StepConfig = field(default_factory=StepConfig)
+    device: DeviceConfig = field(default_factory=DeviceConfig)
+    link: LinkConfig = field(default_factory=LinkConfig)
+    drain_s: float = 5.0
+    """SIGTERM to exit: what still runs then is failed as retryable."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterConfig:
+    model: ModelConfig = field(default_factory=ModelConfig)
+    link: LinkConfig = field(default_factory=LinkConfig)
+    max_queue: int = 1024
+    """Requests without an instance yet; more get 429 with Retry-After."""
+    queue_s: float = 30.0
+    """How long one may wait there before 503."""
+    request_s: float = 600.0
+    """A whole answer."""
+    max_attempts: int = 3
+    max_body_bytes: int = 8 << 20
+    stream_buffer_tokens: int = 4096
+    """Of one client that reads slowly; then its request is cancelled."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankConfig:
+    """What a leader hands each of its ranks at birth, as JSON on standard input."""
+
+    rank: int
+    instance: InstanceConfig
+    epoch: str
+    leader: str
+    """ZMQ address of the leader's rank socket."""
+    rendezvous: str
+    """torch.distributed init_method; a file:// or tcp:// of the leader's choice."""
+    checkpoint: str
+    """Resolved local directory."""

@@ -1,0 +1,1 @@
+"""The torch side of a rank: model, KV pool, step runner, sampler."""

@@ -1,0 +1,1 @@
+"""Shells: one file a kind of process."""

@@ -1,0 +1,1 @@
+"""KV-cache transfer between any two shapes. Knows no request."""

@@ -1,0 +1,91 @@
+"""The contract of every transfer backend: one region of memory, one-sided writes into a peer's, and severing.
+
+Rules
+1. A transport knows peers, regions, offsets and jobs. It never hears of requests, pages or heads.
+2. No call blocks: connecting, writing and reading go on elsewhere; `poll` tells what ended. `wake_fd` becomes
+   readable whenever `poll` has something to say.
+3. A job ends exactly once: `JobDone` after its last byte is visible at its destination, or `JobFailed` after no
+   byte of it can move any more. A lost peer fails each of its jobs before `PeerLost` is reported.
+4. A peer's bytes land inside its destination's registered region or nowhere: offsets are checked by the side that
+   owns the memory wherever the backend lets it, else by the side that writes.
+5. `sever(peer)` answers True only when, from its return on, nothing of that peer can write into our region.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+
+class TransferError(Exception):
+    """Ours to retry: the transfer failed, the request need not."""
+
+
+class LayoutMismatch(TransferError):
+    """Two peers whose KV cannot meet. The message prints both values."""
+
+
+class Span(NamedTuple):
+    """One contiguous copy; offsets in bytes from the start of each side's region."""
+
+    src: int
+    dst: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class JobDone:
+    job: int
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class JobFailed:
+    job: int
+    peer: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLost:
+    peer: str
+    reason: str
+
+
+Completion = JobDone | JobFailed | PeerLost
+
+
+class Transport(Protocol):
+    """One rank's end. Made as `Backend(me=...)`, where `me` is a name unique to this process's life."""
+
+    name: str
+    wake_fd: int
+
+    def allocate(self, nbytes: int) -> memoryview:
+        """Make and register the region: zeroed host memory that peers can reach. Called once. Freed by `close`."""
+
+    def register(self, address: int, nbytes: int) -> None:
+        """Register memory the caller made instead (device memory). Raises TransferError naming buffer and size."""
+
+    def endpoint(self) -> bytes:
+        """What a peer needs to reach the region: opaque, at most 4 KiB, sent to peers in `Hello`."""
+
+    def connect(self, peer: str, endpoint: bytes) -> None:
+        """Begin to reach `peer`. Jobs may be given at once; they wait. Raises TransferError on a malformed endpoint."""
+
+    def write(self, peer: str, spans: Sequence[Span], *, job: int) -> None:
+        """Copy spans of our region (`src`) into the peer's (`dst`). Raises TransferError if the queue is full or the peer unknown."""
+
+    def read(self, peer: str, spans: Sequence[Span], *, job: int) -> None:
+        """Copy spans of the peer's region (`src`) into ours (`dst`)."""
+
+    def poll(self) -> list[Completion]:
+        """Everything that ended since the last call, in order."""
+
+    def sever(self, peer: str) -> bool:
+        """Cut `peer` off for good, both ways. True: nothing of it can write here any more. False: it may; quarantine."""
+
+    def close(self) -> None:
+        """Fail what is in flight, free the region, leave nothing behind. Idempotent."""
