@@ -92,8 +92,8 @@ class InstanceConfig:
     step: StepConfig = field(default_factory=StepConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)
     link: LinkConfig = field(default_factory=LinkConfig)
-    drain_s: float = 5.0
-    """SIGTERM to exit: what still runs then is failed as retryable."""
+    drain_s: float = 3.0
+    """From SIGTERM: running requests may end; what still runs then the router starts again elsewhere. All is gone in 5 s."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -334,6 +334,12 @@ class WriteDone(Message, frozen=True):
     seconds: float
 
 
+class Group(Message, frozen=True):
+    """leader -> rank: every rank is ready; this is what each holds."""
+
+    shards: tuple[Shard, ...]
+
+
 class Attach(Message, frozen=True):
     """leader -> rank: a peer to write to. The rank pairs up shards, connects, and answers nothing unless it fails."""
 
@@ -388,11 +394,12 @@ class RankLoading(Message, frozen=True):
 
 
 class RankFailed(Message, frozen=True):
-    """rank -> leader, once, before it exits: a fault a person can mend (ConfigError) or a crash's last line."""
+    """rank -> leader, once, before it exits: a fault a person can mend (a ConfigError), or a crash's last line."""
 
     rank: int
     error: str
     hint: str
+    mendable: bool
 
 
 class Quit(Message, frozen=True):
@@ -402,6 +409,6 @@ class Quit(Message, frozen=True):
 ToRouter = Hello | Beat | Bye | Reserved | Refused | FirstToken | Tokens | Failed | Cancelled
 FromRouter = Welcome | Refusal | WhoAreYou | Peers | Reserve | Prefill | Cancel
 Handoff = Landed | Stop | Fenced
-ToRank = StepPlan | Attach | Sever | Quit
+ToRank = StepPlan | Group | Attach | Sever | Quit
 FromRank = StepDone | WriteDone | Severed | PeerUnreachable | RankReady | RankLoading | RankFailed
 AnyMessage = ToRouter | FromRouter | Handoff | ToRank | FromRank

@@ -1,0 +1,226 @@
+"""A leader's process: the brain of a prefill, decode or colocated instance, and the loop that performs its effects.
+
+Imports no torch. One thread; nothing in the loop blocks longer than a tick.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import assert_never
+
+import zmq
+
+from pd.runtime.checkpoint import resolve
+from pd.runtime.config import ConfigError, InstanceConfig
+from pd.runtime.core.events import (
+    ROUTER,
+    Drain,
+    Effect,
+    Emit,
+    End,
+    Event,
+    Exit,
+    Launch,
+    Order,
+    Peer,
+    Received,
+    Send,
+    Stamp,
+    Tick,
+)
+from pd.runtime.core.instance import BrainSettings, InstanceBrain
+from pd.runtime.observe import log_stamp
+from pd.runtime.roles.process import StopSignals, new_epoch, reachable_host, setup_logging
+from pd.runtime.roles.ranks import Ranks, RanksLost, raise_if_failed
+from pd.runtime.wire.link import Hub, LinkError, Spoke
+from pd.runtime.wire.messages import WIRE_VERSION, AnyMessage, Hello, Peers, RankFailed, RankReady, Role
+
+log = logging.getLogger("pd.instance")
+
+_TICK_S = 0.05
+_MAX_EVENTS_A_TURN = 512
+"""Messages read before deadlines are looked at again."""
+
+
+class Leader:
+    """Sockets around a brain. `run` ends with the process's exit status."""
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], config: InstanceConfig, *, ranks: Ranks, hub: Hub, hello: Hello
+    ) -> None:
+        self._context = context
+        self._config = config
+        self._ranks = ranks
+        self._hub = hub
+        self._me = Peer(hello.worker, hello.epoch)
+        self._brain = InstanceBrain(_settings(config, hello), hello)
+        self._router = Spoke(context, config.link.router, me=self._me, hub=Peer(ROUTER, ""), queue=False)
+        self._peers: dict[Peer, Spoke] = {}
+        self._exit: Exit | None = None
+
+    def run(self, stop: StopSignals) -> int:
+        """Serve until drained, refused or told to stop. Raises RanksLost, and ConfigError if the router refuses us."""
+        poller = zmq.Poller()
+        for socket in (self._ranks.hub.socket, self._router.socket, self._hub.socket):
+            poller.register(socket, zmq.POLLIN)
+        stopping: float | None = None
+        while self._exit is None:
+            poller.poll(_TICK_S * 1000)
+            for event in self._events():
+                self._give(event)
+            self._ranks.check()
+            now = time.monotonic()
+            if stop.num_seen and stopping is None:
+                stopping = now
+                self._give(Drain("told to stop"))
+            if stopping is not None and (stop.num_seen > 1 or now > stopping + self._config.drain_s):
+                log.info("stopping with requests still running; the router starts them again elsewhere")
+                return 0
+        if self._exit.failed:
+            raise ConfigError(self._exit.reason, hint="give both sides the same model, dtype and KV settings")
+        return 0
+
+    def close(self) -> None:
+        for link in (self._router, self._hub, *self._peers.values()):
+            link.close()
+
+    def _events(self) -> Iterator[Event]:
+        """What has arrived, a bounded number, then one Tick."""
+        for link in (self._ranks.hub, self._router, self._hub):
+            for _ in range(_MAX_EVENTS_A_TURN):
+                received = link.receive()
+                if received is None:
+                    break
+                yield received
+        yield Tick()
+
+    def _give(self, event: Event) -> None:
+        if isinstance(event, Received):
+            match event.message:
+                case Peers(peers=peers):
+                    self._follow(peers)
+                case RankFailed() as message:
+                    raise_if_failed(message)
+                case _:
+                    pass
+        for effect in self._brain.on(event, time.monotonic()):
+            self._perform(effect)
+
+    def _perform(self, effect: Effect) -> None:
+        match effect:
+            case Send(to=to, message=message):
+                self._send(to, message)
+            case Launch(plan=plan):
+                self._ranks.broadcast(plan)
+            case Order(message=message):
+                self._ranks.broadcast(message)
+            case Stamp():
+                log_stamp(log, effect)
+            case Exit():
+                self._exit = effect
+            case Emit() | End():
+                raise AssertionError(f"an instance has no client to tell: {effect}")
+            case _:
+                assert_never(effect)
+
+    def _send(self, to: str, message: AnyMessage) -> None:
+        if to == ROUTER:
+            self._router.send(message)
+            return
+        for peer, spoke in self._peers.items():
+            if peer.name == to:
+                spoke.send(message)
+
+    def _follow(self, peers: tuple[Hello, ...]) -> None:
+        """Hold one Spoke to each living peer, and none to others."""
+        living = {Peer(hello.worker, hello.epoch): hello.peer_address for hello in peers}
+        for gone in self._peers.keys() - living.keys():
+            self._peers.pop(gone).close()
+        for peer in living.keys() - self._peers.keys():
+            self._peers[peer] = Spoke(self._context, living[peer], me=self._me, hub=peer, queue=True)
+
+
+def run(config: InstanceConfig) -> int:
+    """The process body. Raises ConfigError for what a person can mend."""
+    setup_logging(config.name)
+    stop = StopSignals()
+    if config.device.cores:
+        os.sched_setaffinity(0, config.device.cores)
+    checkpoint = resolve(config.model.model)
+    epoch = new_epoch()
+    with zmq.Context[zmq.Socket[bytes]]() as context:
+        hub = _bind(context, config)
+        log.info("starting %s, tp=%d, model %s", config.role.value, config.device.tp, checkpoint)
+        try:
+            with Ranks(context, config, epoch=epoch, checkpoint=checkpoint) as ranks:
+                ready = ranks.wait_ready(stop)
+                if ready is None:
+                    return 0
+                leader = Leader(context, config, ranks=ranks, hub=hub, hello=_hello(config, ready, epoch=epoch, hub=hub))
+                _say_ready(config, ready, checkpoint)
+                try:
+                    return leader.run(stop)
+                finally:
+                    leader.close()
+        except RanksLost as error:
+            log.error("error: %s; the instance ends with it", error)
+            return 1
+        finally:
+            hub.close()
+
+
+def _bind(context: zmq.Context[zmq.Socket[bytes]], config: InstanceConfig) -> Hub:
+    port = config.link.port or "*"
+    try:
+        return Hub(context, f"tcp://{config.link.host}:{port}")
+    except LinkError as error:
+        raise ConfigError(str(error), hint="choose another --port, or leave it out to take a free one") from error
+
+
+def _hello(config: InstanceConfig, ready: tuple[RankReady, ...], *, epoch: str, hub: Hub) -> Hello:
+    port = hub.address.rsplit(":", 1)[1]
+    host = reachable_host(config.link.host, config.link.router)
+    return Hello(
+        worker=config.name,
+        role=config.role,
+        epoch=epoch,
+        wire_version=WIRE_VERSION,
+        model=ready[0].model,
+        layout=ready[0].layout,
+        shards=tuple(answer.shard for answer in ready),
+        transfer=ready[0].transfer,
+        endpoints=tuple(answer.endpoint for answer in ready),
+        peer_address="" if config.role is Role.COLOCATED else f"tcp://{host}:{port}",
+        max_running=config.step.max_running,
+    )
+
+
+def _settings(config: InstanceConfig, hello: Hello) -> BrainSettings:
+    return BrainSettings(
+        page_size=hello.layout.page_size,
+        num_pages=min(shard.num_pages for shard in hello.shards),
+        num_ranks=len(hello.shards),
+        step=config.step,
+        max_model_len=hello.model.max_model_len,
+        prefix_cache=config.kv.prefix_cache,
+    )
+
+
+def _say_ready(config: InstanceConfig, ready: tuple[RankReady, ...], checkpoint: Path) -> None:
+    first = ready[0]
+    num_pages = min(answer.shard.num_pages for answer in ready)
+    log.info(
+        "ready: %s of %s, tp=%d, %s; KV %d pages of %d tokens (%d tokens); transfer %s",
+        config.role.value,
+        first.model.name or checkpoint.name,
+        len(ready),
+        first.note,
+        num_pages,
+        first.layout.page_size,
+        num_pages * first.layout.page_size,
+        first.transfer,
+    )

@@ -1,0 +1,127 @@
+"""A rank's share of the KV transfer: from the leader's WriteJobs to spans on a Transport, and back to WriteDone.
+
+Owned by the rank's I/O thread. Knows peers, pages and jobs; requests are the leader's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import count
+
+from pd.runtime.wire.messages import Attach, FromRank, PeerUnreachable, Sever, Severed, WriteDone, WriteJob
+from pd.transfer.layout import KVLayout, Shard
+from pd.transfer.plan import Route, pair_up
+from pd.transfer.transport import JobDone, JobFailed, PeerLost, TransferError, Transport
+
+
+@dataclass(slots=True)
+class _Life:
+    """One life of a peer instance, and the ways from this rank to its ranks."""
+
+    peer: str
+    epoch: str
+    routes: tuple[tuple[str, Route], ...]  # (the peer rank's transport name, which bytes go where)
+    rank_names: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class _Share:
+    """What is still in flight of one WriteJob."""
+
+    job: int
+    num_open: int
+    nbytes: int = 0
+    seconds: float = 0.0
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class Mover:
+    rank: int
+    layout: KVLayout
+    shards: tuple[Shard, ...]  # of our own instance, one a rank
+    transport: Transport
+    _lives: dict[str, _Life] = field(default_factory=dict)
+    _owners: dict[str, _Life] = field(default_factory=dict)  # by the peer rank's transport name
+    _shares: dict[int, _Share] = field(default_factory=dict)  # by the transport's job number
+    _numbers: Iterator[int] = field(default_factory=lambda: count(1))
+
+    def attach(self, order: Attach) -> list[FromRank]:
+        """Learn of a peer's life and begin to connect. An older life of the same name is forgotten."""
+        names = tuple(rank_name(order.peer, order.epoch, rank) for rank in range(len(order.shards)))
+        try:
+            routes = tuple(
+                (names[pair.dst], Route(self.layout, self.shards[self.rank], order.layout, order.shards[pair.dst], pair))
+                for pair in pair_up(self.shards, order.shards)
+                if pair.src == self.rank
+            )
+            for name, endpoint in zip(names, order.endpoints, strict=True):
+                self.transport.connect(name, endpoint)
+        except (TransferError, ValueError) as error:
+            return [PeerUnreachable(order.peer, order.epoch, str(error))]
+        life = _Life(order.peer, order.epoch, routes, names)
+        self._lives[order.peer] = life
+        self._owners.update(dict.fromkeys(names, life))
+        return []
+
+    def sever(self, order: Sever) -> list[FromRank]:
+        names = [name for name, life in self._owners.items() if (life.peer, life.epoch) == (order.peer, order.epoch)]
+        clean = all([self.transport.sever(name) for name in names])  # a list: every one is severed, whatever the first says
+        if clean:
+            for name in names:
+                del self._owners[name]
+            if (life := self._lives.get(order.peer)) and life.epoch == order.epoch:
+                del self._lives[order.peer]
+        return [Severed(order.peer, order.epoch, clean)]
+
+    def start(self, job: WriteJob) -> list[FromRank]:
+        """Give this rank's share of `job` to the transport. A rank whose heads others send answers at once."""
+        life = self._lives.get(job.peer)
+        if life is None:
+            return [WriteDone(job.job, f"peer {job.peer} is not attached", 0, 0.0)]
+        share = _Share(job.job, len(life.routes))
+        for name, route in life.routes:
+            number = next(self._numbers)
+            try:
+                spans = route.spans(job.src_pages, job.dst_pages, job.start, job.stop)
+                self.transport.write(name, spans, job=number)
+            except (TransferError, ValueError) as error:
+                share.num_open -= 1
+                share.error = share.error or str(error)
+            else:
+                self._shares[number] = share
+        return [] if share.num_open else [_done(share)]
+
+    def poll(self) -> list[FromRank]:
+        """What the transport has ended since the last call."""
+        answers: list[FromRank] = []
+        for end in self.transport.poll():
+            match end:
+                case JobDone(job=number, nbytes=nbytes, seconds=seconds):
+                    answers += self._end(number, nbytes, seconds, None)
+                case JobFailed(job=number, reason=reason):
+                    answers += self._end(number, 0, 0.0, reason)
+                case PeerLost(peer=name, reason=reason):
+                    if life := self._owners.get(name):
+                        answers.append(PeerUnreachable(life.peer, life.epoch, reason))
+        return answers
+
+    def _end(self, number: int, nbytes: int, seconds: float, error: str | None) -> list[FromRank]:
+        share = self._shares.pop(number)
+        share.num_open -= 1
+        share.nbytes += nbytes
+        share.seconds = max(share.seconds, seconds)
+        share.error = share.error or error
+        return [] if share.num_open else [_done(share)]
+
+
+def rank_name(worker: str, epoch: str, rank: int) -> str:
+    """A rank's name among transports: one a process life."""
+    return f"{worker}.{epoch}.{rank}"
+
+
+def _done(share: _Share) -> WriteDone:
+    return WriteDone(share.job, share.error, share.nbytes, share.seconds)
+
+

@@ -1,0 +1,56 @@
+"""What every process of ours does at its start: logging, cores, dying with its parent, and being told to stop."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import socket
+import sys
+import uuid
+from types import FrameType
+from urllib.parse import urlsplit
+
+_PR_SET_PDEATHSIG = 1
+
+
+def setup_logging(who: str) -> None:
+    """Log lines to standard error, each with the time and who speaks."""
+    logging.basicConfig(
+        level=logging.INFO, stream=sys.stderr, format=f"%(asctime)s {who} %(message)s", datefmt="%H:%M:%S", force=True
+    )
+
+
+def die_with_parent() -> None:
+    """From now on the kernel kills this process when its parent ends, however that ends. Linux only."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() == 1:
+        os._exit(1)  # it ended before we could ask
+
+
+def new_epoch() -> str:
+    """A name for this process's life."""
+    return uuid.uuid4().hex[:12]
+
+
+class StopSignals:
+    """SIGTERM and SIGINT, counted: the first asks to drain, the second to leave at once."""
+
+    def __init__(self) -> None:
+        self.num_seen = 0
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.num_seen += 1
+
+
+def reachable_host(host: str, towards: str) -> str:
+    """`host` as others reach it. A wildcard becomes the address this machine uses towards a `tcp://host:port`."""
+    if host not in ("0.0.0.0", "::", "*"):
+        return host
+    parts = urlsplit(towards)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((parts.hostname or "127.0.0.1", parts.port or 1))  # a datagram socket: nothing is sent
+        return str(probe.getsockname()[0])

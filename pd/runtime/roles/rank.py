@@ -1,0 +1,202 @@
+"""A rank's process: one thread computes steps, one talks to the leader and moves KV.
+
+    leader ──ZMQ──► io thread ──plans──► compute (main) thread
+                      │   ◄──StepDone, writes──┘
+                      └──► Mover ──► Transport ──► the peer's pool
+
+Two threads, because a chunk of prefill may take a second, and the end of another request's transfer must not wait for it.
+Run as `python -m pd.runtime.roles.rank` with a RankConfig as JSON on standard input.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+from collections import deque
+
+import msgspec
+import zmq
+
+from pd.runtime.config import ConfigError, RankConfig
+from pd.runtime.core.events import Peer
+from pd.runtime.engine.build import Engine, build
+from pd.runtime.roles.mover import Mover, rank_name
+from pd.runtime.roles.process import die_with_parent, setup_logging
+from pd.runtime.wire.link import Spoke
+from pd.runtime.wire.messages import (
+    Attach,
+    FromRank,
+    Group,
+    Quit,
+    RankFailed,
+    RankLoading,
+    RankReady,
+    Sever,
+    StepDone,
+    StepPlan,
+    WriteJob,
+)
+from pd.transfer.choose import make_transport
+from pd.transfer.transport import TransferError, Transport
+
+log = logging.getLogger("pd.rank")
+
+LEADER = Peer("leader", "")
+_POLL_MS = 1000
+
+
+class Outbox:
+    """From the compute thread to the io thread: a deque and the eventfd that wakes its reader."""
+
+    def __init__(self) -> None:
+        self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._items: deque[FromRank | WriteJob] = deque()
+
+    def put(self, *items: FromRank | WriteJob) -> None:
+        self._items.extend(items)
+        self.wake()
+
+    def wake(self) -> None:
+        os.eventfd_write(self.wake_fd, 1)
+
+    def drain(self) -> list[FromRank | WriteJob]:
+        try:
+            os.eventfd_read(self.wake_fd)
+        except BlockingIOError:
+            return []
+        items: list[FromRank | WriteJob] = []
+        while self._items:
+            items.append(self._items.popleft())
+        return items
+
+
+class RankIO:
+    """The io thread: owns the leader's link and, once the group is known, the Mover."""
+
+    def __init__(self, link: Spoke, transport: Transport, *, outbox: Outbox, rank: int) -> None:
+        self.plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()  # None: quit
+        self._link = link
+        self._transport = transport
+        self._outbox = outbox
+        self._rank = rank
+        self._engine: Engine | None = None
+        self._mover: Mover | None = None
+        self._running = True
+
+    def run(self) -> None:
+        poller = zmq.Poller()
+        for source in (self._link.socket, self._outbox.wake_fd, self._transport.wake_fd):
+            poller.register(source, zmq.POLLIN)
+        try:
+            while self._running:
+                poller.poll(_POLL_MS)
+                self._turn()
+        finally:
+            self.plans.put(None)
+
+    def ready(self, engine: Engine) -> None:
+        """Called by the compute thread before it announces itself; the io thread reads it only after."""
+        self._engine = engine
+
+    def stop(self) -> None:
+        self._running = False
+        self._outbox.wake()
+
+    def _turn(self) -> None:
+        for item in self._outbox.drain():
+            if isinstance(item, WriteJob):
+                self._answer(self._need_mover().start(item))
+            else:
+                self._link.send(item)
+        while received := self._link.receive():
+            match received.message:
+                case StepPlan() as plan:
+                    self.plans.put(plan)
+                case Group(shards=shards):
+                    assert self._engine is not None, "the leader sends Group only after RankReady"
+                    self._mover = Mover(self._rank, self._engine.layout, shards, self._transport)
+                case Attach() as order:
+                    self._answer(self._need_mover().attach(order))
+                case Sever() as order:
+                    self._answer(self._need_mover().sever(order))
+                case Quit():
+                    self._running = False
+                case message:
+                    log.warning("rank %d got %s, which is not for ranks", self._rank, type(message).__name__)
+        if self._mover:
+            self._answer(self._mover.poll())
+
+    def _need_mover(self) -> Mover:
+        assert self._mover is not None, "the leader sends Group before anything that moves KV"
+        return self._mover
+
+    def _answer(self, messages: list[FromRank]) -> None:
+        for message in messages:
+            self._link.send(message)
+
+
+def compute(engine: Engine, plans: queue.SimpleQueue[StepPlan | None], outbox: Outbox) -> None:
+    """Run plans in order until None. A step's writes start when its KV is in the pool."""
+    while (plan := plans.get()) is not None:
+        start = time.perf_counter()
+        tokens = engine.step(plan)
+        outbox.put(StepDone(plan.step, tokens, time.perf_counter() - start), *plan.writes)
+
+
+def serve(config: RankConfig, link: Spoke, outbox: Outbox) -> None:
+    """Build the engine, announce it, and run until told to quit. Raises ConfigError and TransferError before that."""
+    instance = config.instance
+    transport = make_transport(
+        instance.link.transfer,
+        me=rank_name(instance.name, config.epoch, config.rank),
+        host=instance.link.host,
+        devices=instance.link.transfer_devices,
+    )
+    io = RankIO(link, transport, outbox=outbox, rank=config.rank)
+    thread = threading.Thread(target=io.run, name="io", daemon=True)
+    thread.start()
+    try:
+        engine = build(config, transport, lambda done, total: outbox.put(RankLoading(config.rank, done, total)))
+        io.ready(engine)
+        outbox.put(
+            RankReady(
+                config.rank, engine.shard, engine.layout, transport.endpoint(), transport.name, engine.card, engine.note
+            )
+        )
+        compute(engine, io.plans, outbox)
+        engine.close()
+    finally:
+        io.stop()
+        thread.join(timeout=2)
+        transport.close()
+
+
+def main() -> int:
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C in the terminal is the leader's to act on
+    config = msgspec.json.decode(sys.stdin.buffer.read(), type=RankConfig)
+    setup_logging(f"{config.instance.name}/{config.rank}")
+    with zmq.Context[zmq.Socket[bytes]]() as context:
+        link = Spoke(context, config.leader, me=Peer(str(config.rank), ""), hub=LEADER, queue=True)
+        outbox = Outbox()
+        try:
+            serve(config, link, outbox)
+        except (ConfigError, TransferError) as error:
+            link.send(RankFailed(config.rank, str(error), getattr(error, "hint", ""), True))
+            return 2
+        except Exception as error:  # noqa: BLE001 - the outermost loop: the leader must hear of a crash's last line
+            log.exception("rank %d crashed", config.rank)
+            link.send(RankFailed(config.rank, f"{type(error).__name__}: {error}", "", False))
+            return 1
+        finally:
+            link.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,154 @@
+"""A leader's ranks: their processes, the link to them, and what they say until all are ready. Imports no torch."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from pd.runtime.config import ConfigError, InstanceConfig, RankConfig
+from pd.runtime.core.events import Peer
+from pd.runtime.roles.process import StopSignals
+from pd.runtime.wire.link import Hub
+from pd.runtime.wire.messages import AnyMessage, Group, Quit, RankFailed, RankLoading, RankReady
+from pd.transfer.layout import split
+
+log = logging.getLogger("pd.ranks")
+
+_QUIT_S = 1.5
+"""From Quit to SIGKILL: a step of prefill may still be running."""
+_PROGRESS_S = 2.0
+_POLL_MS = 100
+_ENVIRONMENT = {
+    # Standard variables of the libraries below us; a user's own win. Measured on small CPU machines: waiting threads that
+    # spin cost 40x when a neighbour runs, and unmapping large temporaries costs 4x in attention.
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "MALLOC_MMAP_THRESHOLD_": str(4 << 30),
+    "MALLOC_TRIM_THRESHOLD_": str(8 << 30),
+}
+
+
+class RanksLost(Exception):
+    """A rank ended or crashed. The instance ends with it; the supervisor starts it again."""
+
+
+class Ranks:
+    """The rank processes of one instance. A context manager: leaving it ends them all."""
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], config: InstanceConfig, *, epoch: str, checkpoint: Path
+    ) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="pd-")  # mode 0700: nobody else may pose as a rank
+        self.hub = Hub(context, f"ipc://{self._folder.name}/leader")
+        self._peers = tuple(Peer(str(rank), "") for rank in range(config.device.tp))
+        self._processes = [self._spawn(config, rank, epoch, checkpoint) for rank in range(config.device.tp)]
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.broadcast(Quit())
+        deadline = time.monotonic() + _QUIT_S
+        for process in self._processes:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self.hub.close()
+        self._folder.cleanup()
+
+    def broadcast(self, message: AnyMessage) -> None:
+        self.hub.send(message, *self._peers)
+
+    def check(self) -> None:
+        """Raises RanksLost if a process has ended."""
+        for rank, process in enumerate(self._processes):
+            if (status := process.poll()) is not None:
+                raise RanksLost(f"rank {rank} ended with status {status}")
+
+    def wait_ready(self, stop: StopSignals) -> tuple[RankReady, ...] | None:
+        """Wait until every rank has its weights and pool. None: told to stop. Raises ConfigError or RanksLost."""
+        ready: dict[int, RankReady] = {}
+        progress = _Progress(len(self._peers))
+        while len(ready) < len(self._peers):
+            if stop.num_seen:
+                return None
+            self.hub.socket.poll(_POLL_MS)
+            while received := self.hub.receive():
+                match received.message:
+                    case RankReady() as message:
+                        ready[message.rank] = message
+                    case RankLoading() as message:
+                        progress.add(message)
+                    case message:
+                        raise_if_failed(message)
+            if not ready:
+                self.check()
+        answers = tuple(ready[rank] for rank in range(len(ready)))
+        self.broadcast(Group(tuple(answer.shard for answer in answers)))
+        return answers
+
+    def _spawn(self, config: InstanceConfig, rank: int, epoch: str, checkpoint: Path) -> subprocess.Popen[bytes]:
+        cores = rank_cores(config, rank)
+        threads = config.device.threads or len(cores)
+        born = RankConfig(
+            rank=rank,
+            instance=config,
+            epoch=epoch,
+            leader=self.hub.address,
+            rendezvous=f"file://{self._folder.name}/rendezvous",
+            checkpoint=str(checkpoint),
+        )
+        process = subprocess.Popen(
+            [sys.executable, "-m", "pd.runtime.roles.rank"],
+            stdin=subprocess.PIPE,
+            env=_ENVIRONMENT | os.environ | {"OMP_NUM_THREADS": str(threads)},
+        )
+        os.sched_setaffinity(process.pid, cores)
+        assert process.stdin is not None
+        process.stdin.write(msgspec.json.encode(born))
+        process.stdin.close()
+        return process
+
+
+class _Progress:
+    """Weights of all ranks, a line every two seconds while they load."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._latest: dict[int, RankLoading] = {}
+        self._num_ranks = num_ranks
+        self._said = time.monotonic()
+
+    def add(self, message: RankLoading) -> None:
+        self._latest[message.rank] = message
+        if time.monotonic() - self._said < _PROGRESS_S:
+            return
+        self._said = time.monotonic()
+        done = sum(m.done_bytes for m in self._latest.values())
+        total = sum(m.total_bytes for m in self._latest.values()) * self._num_ranks // len(self._latest)
+        log.info("loading weights: %d of %d MB (%.0f %%)", done >> 20, total >> 20, 100 * done / max(total, 1))
+
+
+def raise_if_failed(message: AnyMessage) -> None:
+    """Raises ConfigError for what a person can mend, RanksLost for a crash."""
+    if isinstance(message, RankFailed):
+        if message.mendable:
+            raise ConfigError(message.error, hint=message.hint)
+        raise RanksLost(f"rank {message.rank}: {message.error}")
+
+
+def rank_cores(config: InstanceConfig, rank: int) -> tuple[int, ...]:
+    """The CPU cores of one rank: its share of the instance's, or all of them where ranks outnumber cores."""
+    cores = config.device.cores or tuple(sorted(os.sched_getaffinity(0)))
+    if config.device.tp > len(cores):
+        return cores
+    share = split(len(cores), config.device.tp)[rank]
+    return cores[share.start : share.stop]
