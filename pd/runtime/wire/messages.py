@@ -94,6 +94,7 @@ class Ticket(Value, frozen=True):
     epoch: str
     pages: tuple[int, ...]  # decode's page numbers, for tokens [held_tokens, num_tokens)
     held_tokens: int = 0  # a prefix decode already holds, whole pages: not sent
+    prefill_epoch: str = ""  # Reserve's: the one life of the prefill instance that may write; another must not
 
 
 class ModelCard(Value, frozen=True):
@@ -140,6 +141,7 @@ class Refusal(Message, frozen=True):
     """The router did not take the Hello, or a peer's; both values are in the reason."""
 
     reason: str
+    epoch: str = ""  # of the life that is refused; another life of that name ignores it. "": whoever hears it
 
 
 class Beat(Message, frozen=True):
