@@ -1,0 +1,126 @@
+"""The life of one KV handoff, seen from both its ends. Pure: states and events in, states and effects out.
+
+Rules
+1. Every state, event and transition stands in the two tables, and `step` alone reads them. A pair without a row
+   changes nothing: messages may cross, repeat and come late.
+2. Each end gives up its own pages, in a FREE (or READMIT) and nowhere else.
+3. No end frees a page that a write may still touch. At the writing end DRAINED proves that none will; at the other
+   end LANDED, FENCED or SEVERED does. Nothing else is a proof: not a deadline, not a vanished peer.
+
+    writing end  QUEUED ─start─► COMPUTING ─computed─► DRAINING ─drained─► DONE       says Landed
+                 any of these ─stop | timeout─► STOPPING ─drained─► DONE              says Fenced
+                 any of these ─peer lost─► ABANDONED ─drained─► DONE                  says nothing
+    other end    RESERVED ─landed─► DONE                                              the pages are in use
+                 RESERVED ─cancel | timeout─► FENCING ─fenced | landed─► DONE         says Stop until answered
+                 RESERVED, FENCING ─peer lost, or it does not answer─► SEVERING ─severed─► DONE
+                 SEVERING ─unclean─► QUARANTINED ─severed | fenced | landed─► DONE    the pages return to use
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum, auto
+from typing import TypeVar
+
+
+class Event(Enum):
+    START = auto()  # writing end: the first chunk is planned
+    CHUNK = auto()  # writing end: a chunk is planned; what it completes can be written after it
+    COMPUTED = auto()  # writing end: the last chunk is done and its token known
+    DRAINED = auto()  # writing end: no write of this handoff is in flight or planned
+    STOP = auto()  # writing end: write no more (the peer asked, or it failed or ended here)
+    LANDED = auto()  # other end: every page is here, with the first token
+    FENCED = auto()  # other end: the writer promises that no write will come
+    CANCEL = auto()  # other end: the pages are no longer wanted
+    REMIND = auto()  # other end: an answer is overdue, ask again
+    SEVERED = auto()  # other end: nothing of that peer can write here any more
+    UNCLEAN = auto()  # other end: it may still write
+    TIMEOUT = auto()  # the state's deadline passed
+    PEER_LOST = auto()  # membership: that life is over
+
+
+class Effect(Enum):
+    WRITE = auto()
+    SEND_LANDED = auto()
+    SEND_FENCED = auto()
+    SEND_STOP = auto()
+    ADMIT = auto()  # the pages, full, pass to the one that waits for them
+    SEVER = auto()  # cut that peer's life off
+    QUARANTINE = auto()  # set the pages aside: held by nobody, given to nobody
+    READMIT = auto()  # quarantined pages are free again
+    FREE = auto()
+
+
+class OutboxState(Enum):
+    """The writing end."""
+
+    QUEUED = auto()
+    COMPUTING = auto()
+    DRAINING = auto()
+    STOPPING = auto()
+    ABANDONED = auto()
+    DONE = auto()
+
+
+class InboxState(Enum):
+    """The end whose pages are written."""
+
+    RESERVED = auto()
+    FENCING = auto()
+    SEVERING = auto()
+    QUARANTINED = auto()
+    DONE = auto()
+
+
+State = TypeVar("State", OutboxState, InboxState)
+Table = Mapping[tuple[State, Event], tuple[State, tuple[Effect, ...]]]
+
+_O, _I, _E, _F = OutboxState, InboxState, Event, Effect
+
+OUTBOX: Table[OutboxState] = {
+    (_O.QUEUED, _E.START): (_O.COMPUTING, ()),
+    (_O.QUEUED, _E.STOP): (_O.DONE, (_F.SEND_FENCED, _F.FREE)),
+    (_O.QUEUED, _E.TIMEOUT): (_O.DONE, (_F.SEND_FENCED, _F.FREE)),
+    (_O.QUEUED, _E.PEER_LOST): (_O.DONE, (_F.FREE,)),
+    (_O.COMPUTING, _E.CHUNK): (_O.COMPUTING, (_F.WRITE,)),
+    (_O.COMPUTING, _E.COMPUTED): (_O.DRAINING, ()),
+    (_O.COMPUTING, _E.STOP): (_O.STOPPING, ()),
+    (_O.COMPUTING, _E.TIMEOUT): (_O.STOPPING, ()),
+    (_O.COMPUTING, _E.PEER_LOST): (_O.ABANDONED, ()),
+    (_O.DRAINING, _E.DRAINED): (_O.DONE, (_F.SEND_LANDED, _F.FREE)),
+    (_O.DRAINING, _E.STOP): (_O.STOPPING, ()),
+    (_O.DRAINING, _E.TIMEOUT): (_O.STOPPING, ()),
+    (_O.DRAINING, _E.PEER_LOST): (_O.ABANDONED, ()),
+    (_O.STOPPING, _E.DRAINED): (_O.DONE, (_F.SEND_FENCED, _F.FREE)),
+    (_O.STOPPING, _E.TIMEOUT): (_O.STOPPING, (_F.SEVER,)),  # makes the writes fail, and thereby end
+    (_O.STOPPING, _E.PEER_LOST): (_O.ABANDONED, ()),
+    (_O.ABANDONED, _E.DRAINED): (_O.DONE, (_F.FREE,)),
+    (_O.ABANDONED, _E.TIMEOUT): (_O.ABANDONED, (_F.SEVER,)),
+    (_O.DONE, _E.STOP): (_O.DONE, (_F.SEND_FENCED,)),  # it crossed our Landed or Fenced, or that was lost
+}
+
+INBOX: Table[InboxState] = {
+    (_I.RESERVED, _E.LANDED): (_I.DONE, (_F.ADMIT,)),
+    (_I.RESERVED, _E.FENCED): (_I.DONE, (_F.FREE,)),
+    (_I.RESERVED, _E.CANCEL): (_I.FENCING, (_F.SEND_STOP,)),
+    (_I.RESERVED, _E.TIMEOUT): (_I.FENCING, (_F.SEND_STOP,)),
+    (_I.RESERVED, _E.PEER_LOST): (_I.SEVERING, (_F.SEVER,)),
+    (_I.FENCING, _E.FENCED): (_I.DONE, (_F.FREE,)),
+    (_I.FENCING, _E.LANDED): (_I.DONE, (_F.FREE,)),  # it crossed our Stop: the last write is done
+    (_I.FENCING, _E.REMIND): (_I.FENCING, (_F.SEND_STOP,)),
+    (_I.FENCING, _E.TIMEOUT): (_I.SEVERING, (_F.SEVER,)),
+    (_I.FENCING, _E.PEER_LOST): (_I.SEVERING, (_F.SEVER,)),
+    (_I.SEVERING, _E.SEVERED): (_I.DONE, (_F.FREE,)),
+    (_I.SEVERING, _E.FENCED): (_I.DONE, (_F.FREE,)),  # a late promise is as good
+    (_I.SEVERING, _E.LANDED): (_I.DONE, (_F.FREE,)),
+    (_I.SEVERING, _E.UNCLEAN): (_I.QUARANTINED, (_F.QUARANTINE,)),
+    (_I.QUARANTINED, _E.REMIND): (_I.QUARANTINED, (_F.SEND_STOP, _F.SEVER)),
+    (_I.QUARANTINED, _E.SEVERED): (_I.DONE, (_F.READMIT,)),
+    (_I.QUARANTINED, _E.FENCED): (_I.DONE, (_F.READMIT,)),
+    (_I.QUARANTINED, _E.LANDED): (_I.DONE, (_F.READMIT,)),
+}
+
+
+def step(table: Table[State], state: State, event: Event) -> tuple[State, tuple[Effect, ...]]:
+    """The next state and what to do. An event that means nothing in `state` changes nothing."""
+    return table.get((state, event), (state, ()))
