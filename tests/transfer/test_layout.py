@@ -32,7 +32,7 @@ DEFAULT_MODEL = KVLayout(30, 3, 64, 16, "bfloat16")
 
 
 def elements_in_order(layout: KVLayout, shard: Shard) -> list[tuple[int, ...]]:
-    """Every (kv, page, head, layer, token, dim) of a pool in the order of memory, found by counting, axis by axis."""
+    """Every (kv, page, head, layer, token, dim) of a pool in memory's order, found by counting."""
     dims = layout.head_dims
     order = layout.order
     is_padded = order.index("dim") < order.index("kv")
