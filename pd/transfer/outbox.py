@@ -1,0 +1,50 @@
+"""Completions on their way from whatever thread moves bytes to the one that polls."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections import deque
+
+from pd.transfer.transport import Completion
+
+
+class Outbox:
+    """A queue and the eventfd that is readable while it holds something. Safe from any thread.
+
+    Bounded by the jobs that backends take: each puts one completion a job and one a lost peer.
+    """
+
+    def __init__(self) -> None:
+        self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._lock = threading.Lock()
+        self._waiting: deque[Completion] = deque()
+        self._is_open = True
+
+    def put(self, *completions: Completion) -> None:
+        with self._lock:
+            self._waiting.extend(completions)
+        self.ring()
+
+    def ring(self) -> None:
+        """Make `wake_fd` readable: there is a reason to poll."""
+        with self._lock:
+            if self._is_open:
+                os.eventfd_write(self.wake_fd, 1)
+
+    def drain(self) -> list[Completion]:
+        """Everything put so far, in order. Also after `close`, for what failed by it."""
+        with self._lock:
+            if self._is_open:
+                with contextlib.suppress(BlockingIOError):  # nobody rang
+                    os.eventfd_read(self.wake_fd)
+            drained = list(self._waiting)
+            self._waiting.clear()
+        return drained
+
+    def close(self) -> None:
+        with self._lock:
+            if self._is_open:
+                self._is_open = False
+                os.close(self.wake_fd)

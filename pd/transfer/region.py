@@ -1,0 +1,59 @@
+"""The memory a transport moves bytes in and out of, and the check that spans stay inside."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+from collections.abc import Sequence
+
+from pd.transfer.transport import Span, TransferError
+
+
+class Region:
+    """One piece of this process's memory. `view` and `address` are good until `close`.
+
+    Who keeps a view or a tensor over it keeps the memory itself alive, and nothing else of the transport.
+    """
+
+    def __init__(self, memory: mmap.mmap | ctypes.Array[ctypes.c_char], nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.view = memoryview(memory).cast("B")[:nbytes]
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+    @classmethod
+    def anonymous(cls, nbytes: int) -> Region:
+        """Zeroed memory of this process alone. Raises TransferError where there is none."""
+        check_size(nbytes)
+        try:
+            return cls(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), nbytes)
+        except (OSError, OverflowError) as error:
+            raise TransferError(f"cannot allocate a region of {nbytes} bytes: {error}") from error
+
+    @classmethod
+    def at(cls, address: int, nbytes: int) -> Region:
+        """Host memory that the caller made and keeps alive until `close`."""
+        check_size(nbytes)
+        return cls((ctypes.c_char * nbytes).from_address(address), nbytes)
+
+    def close(self) -> None:
+        with contextlib.suppress(BufferError):  # a tensor stands on it; the memory goes when the tensor does
+            self.view.release()
+
+
+def check_size(nbytes: int) -> None:
+    if nbytes < 1:
+        raise TransferError(f"a region has at least 1 byte, not {nbytes}")
+
+
+def check_spans(spans: Sequence[Span], *, src_nbytes: int, dst_nbytes: int) -> int:
+    """Bytes of all spans together. Raises TransferError naming the first that leaves a region."""
+    total = 0
+    for src, dst, nbytes in spans:
+        if not (0 <= src <= src_nbytes - nbytes and 0 <= dst <= dst_nbytes - nbytes and nbytes > 0):
+            raise TransferError(
+                f"Span(src={src}, dst={dst}, nbytes={nbytes}) leaves a region: "
+                f"source of {src_nbytes} bytes, destination of {dst_nbytes}"
+            )
+        total += nbytes
+    return total
