@@ -1,0 +1,1 @@
+"""The checks, a file a subject. Each file ends in CHECKS, in the order people read them."""

@@ -1,0 +1,120 @@
+"""The machine this process runs on, behind the seam."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from functools import cache
+
+import msgspec
+
+from pd.doctor.machine import Access, AnswerT, Output, Silence, Space, Why
+
+COMMAND_S = 5.0
+"""nvidia-smi with a sleeping driver takes 2 to 3 s."""
+ASK_S = 30.0
+"""Importing torch from a cold network disk takes tens of seconds; anything longer hangs."""
+LARGEST_FILE = 4 << 20
+"""Bytes: /proc/kallsyms is about 12 MB and is searched by commands, everything else is far smaller."""
+
+
+class ThisMachine:
+    """Each command and each library is asked once and remembered: several checks look at the same answer."""
+
+    def __init__(self) -> None:
+        self.run = cache(self._run)
+        self._ask_once = cache(self._ask)
+
+    @property
+    def env(self) -> Mapping[str, str]:
+        return os.environ
+
+    def read(self, path: str) -> str | None:
+        try:
+            with gzip.open(path) if path.endswith(".gz") else open(path, "rb") as file:
+                return file.read(LARGEST_FILE).decode(errors="replace").strip()
+        except OSError:
+            return None
+
+    def list(self, path: str) -> tuple[str, ...]:
+        try:
+            return tuple(sorted(os.listdir(path), key=natural))
+        except OSError:
+            return ()
+
+    def access(self, path: str) -> Access:
+        if not os.path.lexists(path):
+            return Access.ABSENT
+        if os.access(path, os.R_OK | os.W_OK):
+            return Access.READ_WRITE
+        return Access.READ if os.access(path, os.R_OK) else Access.DENIED
+
+    def resolve(self, path: str) -> str | None:
+        return os.path.realpath(path) if os.path.exists(path) else None
+
+    def space(self, path: str) -> Space | None:
+        try:
+            found = os.statvfs(path)
+        except OSError:
+            return None
+        return Space(found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize)
+
+    def ask(self, wanted: type[AnswerT], *arguments: str) -> AnswerT | Silence:
+        answer = self._ask_once(wanted.module(), *arguments)
+        if isinstance(answer, Silence):
+            return answer
+        try:
+            return msgspec.json.decode(answer, type=wanted)
+        except msgspec.MsgspecError as error:
+            return Silence(Why.FAILED, f"unreadable answer: {error}")
+
+    def _run(self, *command: str) -> Output | None:
+        environment = {**os.environ, "LC_ALL": "C"}
+        try:
+            done = subprocess.run(
+                command, capture_output=True, timeout=COMMAND_S, env=environment, stdin=subprocess.DEVNULL
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return Output(done.returncode, (done.stdout + done.stderr).decode(errors="replace").strip())
+
+    def _ask(self, module: str, *arguments: str) -> bytes | Silence:
+        command = (sys.executable, "-m", "pd.doctor.ask", module, *arguments)
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        try:
+            out, err = process.communicate(timeout=ASK_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # and whatever it started
+            process.communicate()
+            return Silence(Why.SLOW, f"no answer in {ASK_S:.0f} s")
+        return _heard(process.returncode, out, err.decode(errors="replace"))
+
+
+def natural(name: str) -> list[tuple[int, str]]:
+    """Sort key: runs of digits by value."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+def _heard(code: int, out: bytes, err: str) -> bytes | Silence:
+    last = next((line.strip() for line in reversed(err.splitlines()) if line.strip()), "")
+    if code < 0:
+        return Silence(Why.CRASHED, f"{signal.Signals(-code).name} {last}".strip())
+    if code == 0:
+        return out
+    why = Why.MISSING if code == MISSING else Why.FAILED
+    return Silence(why, last)
+
+
+MISSING = 3
+"""Exit code of `pd.doctor.ask` for a library that is not installed."""
