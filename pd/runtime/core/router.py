@@ -1,0 +1,248 @@
+"""The router's brain: has pairs of instances serve requests, and hands on their tokens in order. Pure.
+
+Rules
+1. Messages of a life that membership does not know go no further than `_receive`; those of an attempt that is
+   over go no further than `Dispatch.find`. An instance that still works for such an attempt is told to stop.
+2. Every request gets exactly one ending: an Emit with `finish`, an End, or its own Abandon.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import assert_never
+
+from pd.runtime.config import RouterConfig
+from pd.runtime.core.answer import Answer, State
+from pd.runtime.core.dispatch import RETRY_AFTER_S, Deadlines, Dispatch
+from pd.runtime.core.events import (
+    Abandon,
+    Drain,
+    Effect,
+    End,
+    Event,
+    Exit,
+    Peer,
+    Received,
+    Send,
+    Stamp,
+    Submit,
+    Tick,
+)
+from pd.runtime.core.member import Member, Sign
+from pd.runtime.core.membership import Changes, Membership
+from pd.runtime.wire.messages import (
+    AnyMessage,
+    Beat,
+    Bye,
+    Cancel,
+    Cancelled,
+    Failed,
+    Finish,
+    FirstToken,
+    Handle,
+    Hello,
+    ModelCard,
+    Refused,
+    Reserved,
+    Role,
+    Stage,
+    Tokens,
+)
+
+
+class RouterBrain:
+    def __init__(self, config: RouterConfig, epoch: str, *, deadlines: Deadlines | None = None) -> None:
+        """`epoch` names this life in `state`. Deadlines default to those of Deadlines()."""
+        self._config = config
+        self._epoch = epoch
+        limits = deadlines or Deadlines()
+        self._effects: list[Effect] = []
+        self._members = Membership(beat_timeout_s=limits.beat_timeout_s, dead_after_s=limits.dead_after_s)
+        self._dispatch = Dispatch(config, limits, self._members, self._effects)
+        self._num_submitted = 0
+        self._draining: str | None = None
+
+    def on(self, event: Event, now: float) -> list[Effect]:
+        match event:
+            case Received(sender, message):
+                self._receive(sender, message, now)
+            case Submit():
+                self._submit(event, now)
+            case Tick():
+                self._apply(self._members.tick(now), now)
+                self._dispatch.tick(now)
+            case Abandon(request_id, reason):
+                answer = self._dispatch.answers.get(request_id)
+                if answer is not None:
+                    self._dispatch.end(answer, f"abandoned: {reason}", now)
+            case Drain(reason):
+                self._draining = reason
+            case _:
+                assert_never(event)
+        if self._draining is not None and self.is_idle():
+            self._effects.append(Exit(f"drained: {self._draining}", failed=False))
+        effects = self._effects.copy()
+        self._effects.clear()
+        return effects
+
+    def missing(self) -> tuple[Role, ...]:
+        """Roles without an instance that takes work; empty when the cluster can serve."""
+        return self._members.missing()
+
+    def card(self) -> ModelCard | None:
+        """The model served, with the smallest limit of the living; None before the first Hello."""
+        return self._members.card()
+
+    def state(self) -> dict[str, object]:
+        """JSON-able: what a person asks at three in the morning."""
+        states = Counter(answer.state for answer in self._dispatch.answers.values())
+        return {
+            "epoch": self._epoch,
+            "missing": [role.value for role in self.missing()],
+            "instances": [member.state() for member in self._members],
+            "requests": {state.value: states[state] for state in State if state is not State.ENDED},
+            "num_submitted": self._num_submitted,
+        }
+
+    def is_idle(self) -> bool:
+        """Whether no request is open."""
+        return not self._dispatch.answers
+
+    def check(self) -> None:
+        """Raise AssertionError for what only a bug can break. For tests: it looks at everything."""
+        self._members.check()
+        self._dispatch.check()
+        answers = self._dispatch.answers.values()
+        for member in self._members:
+            held = [answer for answer in answers if member in (answer.prefill, answer.decode)]
+            pending = [a for a in held if member is a.prefill and not a.is_computed]
+            assert member.num_assigned == len(held), (
+                f"{member.name} counts {member.num_assigned}, has {len(held)}"
+            )
+            assert member.held_tokens == sum(answer.started_at for answer in held), member.name
+            assert member.pending_tokens == sum(answer.started_at for answer in pending), member.name
+
+    def _submit(self, submit: Submit, now: float) -> None:
+        assert submit.request_id not in self._dispatch.answers, f"request id {submit.request_id} is in use"
+        self._num_submitted += 1
+        num_waiting = len(self._dispatch.waiting)
+        missing = self.missing()
+        if not submit.tokens or submit.sampling.max_tokens < 1:
+            self._turn_away(submit, 400, "a request needs a prompt, and max_tokens of at least 1")
+        elif self._draining is not None:
+            self._turn_away(submit, 503, f"the router ends: {self._draining}")
+        elif missing:
+            self._turn_away(
+                submit, 503, f"no {' and no '.join(role.value for role in missing)} instance is ready"
+            )
+        elif num_waiting >= self._config.max_queue:
+            self._turn_away(submit, 429, f"{num_waiting} requests wait already, and no more may")
+        else:
+            self._dispatch.add(Answer(submit, order=self._num_submitted, now=now), now)
+
+    def _turn_away(self, submit: Submit, status: int, reason: str) -> None:
+        self._effects.append(End(submit.request_id, status, reason, None if status == 400 else RETRY_AFTER_S))
+
+    def _receive(self, sender: Peer, message: AnyMessage, now: float) -> None:
+        member = self._members.find(sender, now)
+        if isinstance(message, Hello):
+            self._apply(self._members.greet(sender, message, now), now)
+            self._dispatch.pump(now)
+            return
+        if member is None:
+            self._effects += self._members.ask(sender, now)
+            return
+        match message:
+            case Tokens():
+                self._tokens(member, message, now)
+            case FirstToken():
+                self._first_token(member, message, now)
+            case Reserved():
+                self._reserved(member, message, now)
+            case Refused(handle, reason, retry_after_s):
+                answer = self._dispatch.find(member, handle)
+                if answer is not None:
+                    self._dispatch.refuse(answer, member, reason, after_s=retry_after_s, now=now)
+            case Failed():
+                self._failed(member, message, now)
+            case Cancelled(handle):
+                answer = self._dispatch.find(member, handle)
+                if answer is not None:
+                    self._dispatch.fail(
+                        answer, member, answer.stage, reason="cancelled by the instance", now=now
+                    )
+            case Beat(load):
+                self._effects += self._members.beat(member, load, now)
+            case Bye(reason):
+                if member.move(Sign.BYE):
+                    self._effects.append(Stamp(member.name, "draining", reason))
+            case _:
+                self._effects.append(
+                    Stamp(member.name, "nonsense", f"a router hears no {type(message).__name__}")
+                )
+
+    def _reserved(self, member: Member, message: Reserved, now: float) -> None:
+        answer = self._dispatch.find(member, message.handle)
+        if answer is None:
+            self._stop(member, message.handle)
+        elif answer.state is State.RESERVING:
+            self._dispatch.begin_prefill(answer, message.ticket, now)
+
+    def _first_token(self, member: Member, message: FirstToken, now: float) -> None:
+        answer = self._streaming(member, message.handle, message.finish)
+        if answer is None:
+            return
+        piece = answer.accept(message.position, (message.token,), message.finish)
+        if piece is not None:
+            self._dispatch.emit(answer, piece, member, cached_tokens=message.cached_tokens, now=now)
+
+    def _tokens(self, member: Member, message: Tokens, now: float) -> None:
+        for progress in message.progress:
+            answer = self._streaming(member, progress.handle, progress.finish)
+            if answer is None:
+                continue
+            if answer.prefill is not None and answer.state is State.DECODING:
+                answer.landed()
+            piece = answer.accept(progress.position, progress.tokens, progress.finish)
+            if piece is not None:
+                self._dispatch.emit(answer, piece, member, cached_tokens=None, now=now)
+            elif answer.held:
+                self._dispatch.hold(answer, now)
+
+    def _streaming(self, member: Member, handle: Handle, finish: Finish | None) -> Answer | None:
+        """The answer that tokens of this attempt belong to; if it is over, `member` is told unless it knows."""
+        answer = self._dispatch.find(member, handle)
+        if answer is None:
+            if finish is None:
+                self._stop(member, handle)
+            return None
+        return answer if answer.state is not State.RESERVING else None
+
+    def _failed(self, member: Member, message: Failed, now: float) -> None:
+        answer = self._dispatch.find(member, message.handle)
+        if answer is None:
+            return
+        stage, reason = message.stage, message.reason
+        is_refusal = stage in (Stage.QUEUE, Stage.RESERVE) and answer.state in (
+            State.RESERVING,
+            State.PREFILLING,
+        )
+        if is_refusal:  # nothing of it was begun: that is no failed attempt
+            after_s = RETRY_AFTER_S if message.retryable else None
+            self._dispatch.refuse(answer, member, reason, after_s=after_s, now=now)
+        elif message.retryable:
+            self._dispatch.fail(answer, member, stage, reason=reason, now=now)
+        else:
+            why = f"{member.name} failed in stage {stage.value}: {reason}"
+            self._dispatch.end(answer, why, now, status=500, knows=member)
+
+    def _stop(self, member: Member, handle: Handle) -> None:
+        """It works for an attempt that is over: our Cancel was lost, or crossed its message."""
+        self._effects.append(Send(member.name, Cancel(handle, "this attempt is over")))
+
+    def _apply(self, changes: Changes, now: float) -> None:
+        self._effects += changes.effects
+        for member, reason in changes.losses:
+            for answer in list(self._dispatch.answers.values()):
+                if member in (answer.prefill, answer.decode):
+                    self._dispatch.fail(answer, member, answer.stage, reason=reason, now=now)
