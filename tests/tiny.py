@@ -2,7 +2,8 @@
 
 Rules
 1. The weights are a function of (family, overrides, seed), so two calls write the same model.
-2. Greedy choices are decisive: weights are large, norms and biases random, so a dropped bias or a wrong rotation shows.
+2. Greedy choices are decisive: weights are large, norms and biases random, so a dropped bias or a wrong
+   rotation shows.
 3. The default shape has 9 query heads on 3 KV heads: no tensor parallelism but 1, 3 and 9 divides it.
 """
 
@@ -48,8 +49,8 @@ def make_tiny(
 ) -> Path:
     """Write config.json, safetensors and a tokenizer into `directory` (made if missing) and return it.
 
-    `family` is one of FAMILIES; `overrides` are fields of its transformers config, such as num_hidden_layers or
-    rope_parameters. `AutoModelForCausalLM.from_pretrained(directory)` reads what was written.
+    `family` is one of FAMILIES; `overrides` are fields of its transformers config, such as num_hidden_layers
+    or rope_parameters. `AutoModelForCausalLM.from_pretrained(directory)` reads what was written.
     """
     directory.mkdir(parents=True, exist_ok=True)
     config = CONFIGS[family](**{**DEFAULTS, **overrides})
