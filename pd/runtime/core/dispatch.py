@@ -63,10 +63,13 @@ class Dispatch:
         self._effects = effects
         self._timetable = Timetable()
 
-    def add(self, answer: Answer, now: float) -> None:
-        """A new request: begin it, or have it wait behind all that wait already."""
+    def queue(self, answer: Answer, now: float) -> None:
+        """Begin an attempt, or have the request wait in the order of arrival."""
         self.answers[answer.request_id] = answer
-        self._wait(answer, now)
+        self.waiting.add(answer)
+        self._watch(answer, answer.queued_at + self._config.queue_s)
+        if answer.ready_at > now:
+            self._timetable.watch(answer.request_id, answer.ready_at)
         self.pump(now)
 
     def find(self, member: Member, handle: Handle) -> Answer | None:
@@ -83,47 +86,44 @@ class Dispatch:
         tokens = tuple(answer.known)
         message = Prefill(answer.handle, tokens, answer.num_prompt, answer.sampling, ticket, seconds)
         self._effects.append(Send(answer.prefill.name, message))
-        self._await(answer, now + seconds)
+        self._watch(answer, now + seconds)
 
     def emit(
-        self, answer: Answer, piece: Piece, member: Member, *, cached_tokens: int | None, now: float
+        self, answer: Answer, piece: Piece | None, member: Member, *, cached_tokens: int | None, now: float
     ) -> None:
-        """Send on what `member` reported. The request ends if that finishes it."""
-        if answer.state is State.PREFILLING:
-            answer.move(Move.FIRST_TOKEN)
-            answer.computed()
-            self._effects.append(Stamp(str(answer.handle), "first_token"))
-            self._await(answer, now + self._deadlines.land_s)
-        else:
-            answer.due_at = (
-                now + self._deadlines.progress_s
-            )  # the timetable comes by earlier, and looks again
-        cached = cached_tokens if piece.position == answer.num_prompt else None
-        self._effects.append(Emit(answer.request_id, piece.position, piece.tokens, piece.finish, cached))
-        if piece.finish is not None:
-            knows = member if answer.finish is not None else None
-            self.end(answer, piece.finish.value, now, knows=knows)
-        elif answer.held:
-            self.hold(answer, now)
-
-    def hold(self, answer: Answer, now: float) -> None:
-        """Later tokens are here and an earlier one is not: give it a little time."""
-        self._await(answer, min(answer.due_at, now + self._deadlines.gap_s))
+        """Send on what `member` reported (None: an earlier token is missing). The request may end thereby."""
+        if piece is not None:
+            cached = cached_tokens if piece.position == answer.num_prompt else None
+            self._effects.append(Emit(answer.request_id, piece.position, piece.tokens, piece.finish, cached))
+            # the timetable comes by before that, and looks again
+            answer.due_at = now + self._deadlines.progress_s
+            if answer.state is State.PREFILLING:
+                answer.move(Move.FIRST_TOKEN)
+                answer.computed()
+                self._effects.append(Stamp(str(answer.handle), "first_token"))
+                self._watch(answer, now + self._deadlines.land_s)
+            if piece.finish is not None:
+                knows = member if answer.finish is not None else None
+                self.end(answer, piece.finish.value, now, knows=knows)
+                return
+        if answer.held:
+            self._watch(answer, min(answer.due_at, now + self._deadlines.gap_s))
 
     def refuse(
         self, answer: Answer, member: Member, reason: str, *, after_s: float | None, now: float
     ) -> None:
         """The instance does not take it now, or (`after_s` None) ever: back into the queue, for another."""
-        self._drop(answer, reason, knows=member)
         answer.last_reason = f"{member.name}: {reason}"
-        self._wait(answer, now)
-        if after_s is not None:
-            member.back_off(now + max(after_s, MIN_BACKOFF_S))
-        else:
+        if after_s is None:
             answer.unfit.add(member.name)
             if fits_nowhere(self._members, answer.wish):
-                self.end(answer, reason, now, status=400)
-        self.pump(now)
+                self.end(answer, reason, now, status=400, knows=member)
+                return
+        self._cancel(answer, reason, member)
+        answer.move(Move.REPEAT)
+        if after_s is not None:
+            member.back_off(now + max(after_s, MIN_BACKOFF_S))
+        self.queue(answer, now)
 
     def fail(self, answer: Answer, culprit: Member, stage: Stage, *, reason: str, now: float) -> None:
         """The attempt came to nothing. Repeat it from the tokens that are out, or give up."""
@@ -137,10 +137,10 @@ class Dispatch:
             self.end(answer, why, now, status=503)
             return
         self._effects.append(Stamp(str(answer.handle), "repeated", answer.last_reason))
-        self._drop(answer, reason)
+        self._cancel(answer, reason)
+        answer.move(Move.REPEAT)
         answer.rest(now, FIRST_DELAY_S * 2 ** (answer.num_failures - 2) if answer.num_failures > 1 else 0.0)
-        self._wait(answer, now)
-        self.pump(now)
+        self.queue(answer, now)
 
     def end(
         self,
@@ -172,6 +172,7 @@ class Dispatch:
             self._begin(answer, pair, now)
 
     def tick(self, now: float) -> None:
+        """Look at the deadlines that have come up. Those that moved since are looked at again later."""
         for request_id in self._timetable.pop_due(now):
             answer = self.answers[request_id]
             if answer.look_at <= now:
@@ -209,26 +210,15 @@ class Dispatch:
             deadline_s=limits.reserve_s + limits.prefill_s + limits.land_s,
         )
         self._effects.append(Send(pair.decode.name, reserve))
-        self._await(answer, now + limits.reserve_s)
+        self._watch(answer, now + limits.reserve_s)
 
-    def _drop(self, answer: Answer, reason: str, *, knows: Member | None = None) -> None:
-        """Take the attempt back."""
-        self._cancel(answer, reason, knows)
-        answer.move(Move.REPEAT)
-
-    def _cancel(self, answer: Answer, reason: str, knows: Member | None) -> None:
+    def _cancel(self, answer: Answer, reason: str, knows: Member | None = None) -> None:
         """Let the instances go, and tell all but `knows`."""
         for member in answer.let_go():
             if member is not knows and member.standing is not Standing.GONE:
                 self._effects.append(Send(member.name, Cancel(answer.handle, reason)))
 
-    def _wait(self, answer: Answer, now: float) -> None:
-        self.waiting.add(answer)
-        self._await(answer, answer.queued_at + self._config.queue_s)
-        if answer.ready_at > now:
-            self._timetable.watch(answer.request_id, answer.ready_at)
-
-    def _await(self, answer: Answer, until: float) -> None:
+    def _watch(self, answer: Answer, until: float) -> None:
         """Give the state its deadline."""
         answer.due_at = until
         self._timetable.watch(answer.request_id, answer.look_at)
@@ -247,16 +237,20 @@ class Dispatch:
         else:
             culprit = answer.prefill if answer.state is State.PREFILLING else answer.decode or answer.prefill
             assert culprit is not None, f"{answer.handle} is {answer.state} with nobody"
-            self.fail(answer, culprit, answer.stage, reason=self._lateness(answer), now=now)
+            lateness = _lateness(answer, self._deadlines)
+            self.fail(answer, culprit, answer.stage, reason=lateness, now=now)
 
-    def _lateness(self, answer: Answer) -> str:
-        limits = self._deadlines
-        if answer.held:
-            return f"the token at position {len(answer.known)} was lost on its way"
-        if answer.state is State.RESERVING:
-            return f"no answer to Reserve within {limits.reserve_s:g} s"
-        if answer.state is State.PREFILLING:
-            return f"no first token within {limits.prefill_s:g} s"
-        if answer.stage is Stage.TRANSFER:
-            return f"first token, but none of decode within {limits.land_s:g} s"
-        return f"no token within {limits.progress_s:g} s"
+
+def _lateness(answer: Answer, deadlines: Deadlines) -> str:
+    """What did not happen in time."""
+    if answer.held:
+        return f"the token at position {len(answer.known)} was lost on its way"
+    match answer.stage:
+        case Stage.RESERVE:
+            return f"no answer to Reserve within {deadlines.reserve_s:g} s"
+        case Stage.PREFILL:
+            return f"no first token within {deadlines.prefill_s:g} s"
+        case Stage.TRANSFER:
+            return f"first token, but none of decode within {deadlines.land_s:g} s"
+        case _:
+            return f"no token within {deadlines.progress_s:g} s"

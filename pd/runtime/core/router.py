@@ -126,22 +126,21 @@ class RouterBrain:
         assert submit.request_id not in self._dispatch.answers, f"request id {submit.request_id} is in use"
         self._num_submitted += 1
         num_waiting = len(self._dispatch.waiting)
-        missing = self.missing()
+        refused: tuple[int, str] | None = None
         if not submit.tokens or submit.sampling.max_tokens < 1:
-            self._turn_away(submit, 400, "a request needs a prompt, and max_tokens of at least 1")
+            refused = 400, "a request needs a prompt, and max_tokens of at least 1"
         elif self._draining is not None:
-            self._turn_away(submit, 503, f"the router ends: {self._draining}")
-        elif missing:
-            self._turn_away(
-                submit, 503, f"no {' and no '.join(role.value for role in missing)} instance is ready"
-            )
+            refused = 503, f"the router ends: {self._draining}"
+        elif missing := self.missing():
+            refused = 503, f"no {' and no '.join(role.value for role in missing)} instance is ready"
         elif num_waiting >= self._config.max_queue:
-            self._turn_away(submit, 429, f"{num_waiting} requests wait already, and no more may")
+            refused = 429, f"{num_waiting} requests wait already, and no more may"
+        if refused is None:
+            self._dispatch.queue(Answer(submit, order=self._num_submitted, now=now), now)
         else:
-            self._dispatch.add(Answer(submit, order=self._num_submitted, now=now), now)
-
-    def _turn_away(self, submit: Submit, status: int, reason: str) -> None:
-        self._effects.append(End(submit.request_id, status, reason, None if status == 400 else RETRY_AFTER_S))
+            status, reason = refused
+            retry_after_s = None if status == 400 else RETRY_AFTER_S
+            self._effects.append(End(submit.request_id, status, reason, retry_after_s))
 
     def _receive(self, sender: Peer, message: AnyMessage, now: float) -> None:
         member = self._members.find(sender, now)
@@ -157,8 +156,12 @@ class RouterBrain:
                 self._tokens(member, message, now)
             case FirstToken():
                 self._first_token(member, message, now)
-            case Reserved():
-                self._reserved(member, message, now)
+            case Reserved(handle, ticket):
+                answer = self._dispatch.find(member, handle)
+                if answer is None:
+                    self._stop(member, handle)
+                elif answer.state is State.RESERVING:
+                    self._dispatch.begin_prefill(answer, ticket, now)
             case Refused(handle, reason, retry_after_s):
                 answer = self._dispatch.find(member, handle)
                 if answer is not None:
@@ -168,33 +171,21 @@ class RouterBrain:
             case Cancelled(handle):
                 answer = self._dispatch.find(member, handle)
                 if answer is not None:
-                    self._dispatch.fail(
-                        answer, member, answer.stage, reason="cancelled by the instance", now=now
-                    )
+                    self._dispatch.fail(answer, member, answer.stage, reason="cancelled there", now=now)
             case Beat(load):
                 self._effects += self._members.beat(member, load, now)
             case Bye(reason):
                 if member.move(Sign.BYE):
                     self._effects.append(Stamp(member.name, "draining", reason))
             case _:
-                self._effects.append(
-                    Stamp(member.name, "nonsense", f"a router hears no {type(message).__name__}")
-                )
-
-    def _reserved(self, member: Member, message: Reserved, now: float) -> None:
-        answer = self._dispatch.find(member, message.handle)
-        if answer is None:
-            self._stop(member, message.handle)
-        elif answer.state is State.RESERVING:
-            self._dispatch.begin_prefill(answer, message.ticket, now)
+                self._effects.append(Stamp(member.name, "nonsense", type(message).__name__))
 
     def _first_token(self, member: Member, message: FirstToken, now: float) -> None:
         answer = self._streaming(member, message.handle, message.finish)
         if answer is None:
             return
         piece = answer.accept(message.position, (message.token,), message.finish)
-        if piece is not None:
-            self._dispatch.emit(answer, piece, member, cached_tokens=message.cached_tokens, now=now)
+        self._dispatch.emit(answer, piece, member, cached_tokens=message.cached_tokens, now=now)
 
     def _tokens(self, member: Member, message: Tokens, now: float) -> None:
         for progress in message.progress:
@@ -204,13 +195,10 @@ class RouterBrain:
             if answer.prefill is not None and answer.state is State.DECODING:
                 answer.landed()
             piece = answer.accept(progress.position, progress.tokens, progress.finish)
-            if piece is not None:
-                self._dispatch.emit(answer, piece, member, cached_tokens=None, now=now)
-            elif answer.held:
-                self._dispatch.hold(answer, now)
+            self._dispatch.emit(answer, piece, member, cached_tokens=None, now=now)
 
     def _streaming(self, member: Member, handle: Handle, finish: Finish | None) -> Answer | None:
-        """The answer that tokens of this attempt belong to; if it is over, `member` is told unless it knows."""
+        """The answer that tokens of this attempt belong to. If it is over, `member` is told so."""
         answer = self._dispatch.find(member, handle)
         if answer is None:
             if finish is None:
@@ -223,11 +211,8 @@ class RouterBrain:
         if answer is None:
             return
         stage, reason = message.stage, message.reason
-        is_refusal = stage in (Stage.QUEUE, Stage.RESERVE) and answer.state in (
-            State.RESERVING,
-            State.PREFILLING,
-        )
-        if is_refusal:  # nothing of it was begun: that is no failed attempt
+        has_begun = stage not in (Stage.QUEUE, Stage.RESERVE) or answer.state is State.DECODING
+        if not has_begun:  # no failed attempt, but an instance without room
             after_s = RETRY_AFTER_S if message.retryable else None
             self._dispatch.refuse(answer, member, reason, after_s=after_s, now=now)
         elif message.retryable:

@@ -35,7 +35,7 @@ class Waiting:
         del self._answers[index]
 
     def place(self, members: Iterable[Member], now: float) -> Iterator[tuple[Answer, Pair]]:
-        """Take out those that can go, each with its pair. The caller begins one before asking for the next."""
+        """Take out those that can go, each with its pair. The caller begins each before the next."""
         if not self._answers or not any(member.takes_work(now) for member in members):
             return
         for answer in self._answers[:MAX_SCANNED]:
