@@ -1,0 +1,58 @@
+"""How often each token stands in a penalised request: counts on the device, one row a request that asks for
+penalties."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+# N rows under a penalty, V vocabulary
+
+FIRST_ROWS = 4
+"""Few requests ask for penalties; the pool doubles when they do."""
+
+
+class History:
+    """A pool of rows of token counts. Rows are taken and given back; each belongs to one slot at a time."""
+
+    def __init__(self, *, vocab_size: int, max_rows: int, device: torch.device) -> None:
+        self._max_rows = max_rows
+        self._vocab_size = vocab_size
+        self._device = device
+        self._answer = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
+        self._prompt = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)
+        self._free: list[int] = []
+
+    def take(self, tokens: Sequence[int], num_prompt: int) -> int:
+        """Take a row for a request whose first `num_prompt` tokens are its prompt and the rest its answer
+        so far."""
+        if not self._free:
+            self._grow()
+        row = self._free.pop()
+        prompt = torch.tensor(tokens[:num_prompt], dtype=torch.int64, device=self._device)
+        answer = torch.tensor(tokens[num_prompt:], dtype=torch.int64, device=self._device)
+        self._prompt[row].zero_().index_fill_(0, prompt, True)
+        self._answer[row] = torch.bincount(answer, minlength=self._vocab_size)
+        return row
+
+    def give_back(self, row: int) -> None:
+        self._free.append(row)
+
+    def append(self, rows_N: Tensor, ids_N: Tensor) -> None:
+        """Count one more answer token a row. No host sync."""
+        self._answer.index_put_((rows_N, ids_N), self._answer.new_ones(()), accumulate=True)
+
+    def counts(self, rows_N: Tensor) -> tuple[Tensor, Tensor]:
+        """count_NV: of the answer, int32. seen_NV: whether in prompt or answer, bool. Copies."""
+        count_NV = self._answer[rows_N]
+        return count_NV, self._prompt[rows_N].logical_or_(count_NV > 0)
+
+    def _grow(self) -> None:
+        num_rows = self._answer.shape[0]
+        assert num_rows < self._max_rows, f"more than {self._max_rows} penalised slots"
+        more = min(max(num_rows, FIRST_ROWS), self._max_rows - num_rows)
+        self._answer = torch.cat([self._answer, self._answer.new_zeros(more, self._vocab_size)])
+        self._prompt = torch.cat([self._prompt, self._prompt.new_zeros(more, self._vocab_size)])
+        self._free.extend(range(num_rows, num_rows + more))
