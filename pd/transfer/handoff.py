@@ -1,11 +1,11 @@
 """The life of one KV handoff, seen from both its ends. Pure: states and events in, states and effects out.
 
 Rules
-1. Every state, event and transition stands in the two tables, and `step` alone reads them. A pair without a row
-   changes nothing: messages may cross, repeat and come late.
+1. Every state, event and transition stands in the two tables, and `step` alone reads them. A pair without a
+   row changes nothing: messages may cross, repeat and come late.
 2. Each end gives up its own pages, in a FREE (or READMIT) and nowhere else.
-3. No end frees a page that a write may still touch. At the writing end DRAINED proves that none will; at the other
-   end LANDED, FENCED or SEVERED does. Nothing else is a proof: not a deadline, not a vanished peer.
+3. No end frees a page that a write may still touch. At the writing end DRAINED proves that none will; at the
+   other end LANDED, FENCED or SEVERED does. Nothing else is a proof: not a deadline, not a vanished peer.
 
     writing end  QUEUED ─start─► COMPUTING ─computed─► DRAINING ─drained─► DONE       says Landed
                  any of these ─stop | timeout─► STOPPING ─drained─► DONE              says Fenced
@@ -13,7 +13,7 @@ Rules
     other end    RESERVED ─landed─► DONE                                              the pages are in use
                  RESERVED ─cancel | timeout─► FENCING ─fenced | landed─► DONE         says Stop until answered
                  RESERVED, FENCING ─peer lost, or it does not answer─► SEVERING ─severed─► DONE
-                 SEVERING ─unclean─► QUARANTINED ─severed | fenced | landed─► DONE    the pages return to use
+                 SEVERING ─unclean | timeout─► QUARANTINED ─severed | fenced | landed─► DONE    back to use
 """
 
 from __future__ import annotations
@@ -114,6 +114,7 @@ INBOX: Table[InboxState] = {
     (_I.SEVERING, _E.FENCED): (_I.DONE, (_F.FREE,)),  # a late promise is as good
     (_I.SEVERING, _E.LANDED): (_I.DONE, (_F.FREE,)),
     (_I.SEVERING, _E.UNCLEAN): (_I.QUARANTINED, (_F.QUARANTINE,)),
+    (_I.SEVERING, _E.TIMEOUT): (_I.QUARANTINED, (_F.QUARANTINE,)),
     (_I.QUARANTINED, _E.REMIND): (_I.QUARANTINED, (_F.SEND_STOP, _F.SEVER)),
     (_I.QUARANTINED, _E.SEVERED): (_I.DONE, (_F.READMIT,)),
     (_I.QUARANTINED, _E.FENCED): (_I.DONE, (_F.READMIT,)),

@@ -47,10 +47,8 @@ class PagePool:
         """Pages with count 1, all or none."""
         if num_pages > len(self._free):
             return None
-        if not num_pages:
-            return []
-        pages = self._free[-num_pages:]
-        del self._free[-num_pages:]
+        pages = self._free[: -num_pages - 1 : -1]  # ascending where possible: neighbours move in one copy
+        del self._free[len(self._free) - num_pages :]
         for page in pages:
             self._counts[page] = 1
         return pages
@@ -86,7 +84,7 @@ class PagePool:
         return self._counts[page] > 0
 
     def check(self, owners: Mapping[int, int]) -> None:
-        """Raise AssertionError unless the counts are `owners` (0 where it is silent) and no page is missing."""
+        """Raise AssertionError unless the counts are `owners` (0 where silent) and no page is missing."""
         for page, count in enumerate(self._counts):
             assert count == owners.get(page, 0), f"page {page}: count {count}, {owners.get(page, 0)} owners"
         free = set(self._free)

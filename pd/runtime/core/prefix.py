@@ -1,7 +1,7 @@
 """The KV pool seen with its prefix cache: pages of finished prompts stay until somebody needs the room. Pure.
 
-A cached page is found by (the entry of the page before it, the tokens in it): a chain from the first token on,
-compared token by token, so two prefixes are never mistaken for one another.
+A cached page is found by (the entry of the page before it, the tokens in it): a chain from the first token
+on, compared token by token, so two prefixes are never mistaken for one another.
 
 Rules
 1. Only whole pages are cached, and only after the step that filled them is done.
@@ -37,9 +37,7 @@ class PrefixCache:
         self._enabled = enabled
         self._by_key: dict[tuple[int, tuple[int, ...]], _Entry] = {}
         self._by_page: dict[int, _Entry] = {}
-        self._idle: OrderedDict[int, None] = (
-            OrderedDict()
-        )  # cached, held by nobody else; longest unused first
+        self._idle: OrderedDict[int, None] = OrderedDict()  # cached, held by nobody else; longest unused first
         self._last_number = 0
         self.num_released = 0
         """Grows whenever pages come back: whoever found too few need not look again before."""
@@ -80,7 +78,7 @@ class PrefixCache:
         return table
 
     def insert(self, table: PageTable, tokens: Sequence[int], num_computed: int) -> None:
-        """Cache the pages of `table` that the first `num_computed` of `tokens` fill. Repeat as more are computed."""
+        """Cache the pages that the first `num_computed` of `tokens` fill. Repeat it as more are computed."""
         if not self._enabled or table.is_private:
             return
         size = self.page_size
@@ -89,9 +87,7 @@ class PrefixCache:
             start = table.num_shared * size
             key = (parent.number if parent else 0, tuple(tokens[start : start + size]))
             if key in self._by_key:
-                table.is_private = (
-                    True  # another computed the same meanwhile; rule 2 forbids to continue theirs
-                )
+                table.is_private = True  # another computed the same meanwhile; rule 2 forbids to continue theirs
                 return
             parent = self._add(table.pages[table.num_shared], key, parent)
             table.num_shared += 1
@@ -105,11 +101,21 @@ class PrefixCache:
         table.pages.clear()
         table.num_shared = 0
 
+    def quarantine(self, table: PageTable) -> None:
+        """Set aside the pages of a table that nobody shares. It keeps their numbers for `readmit`."""
+        self.pool.quarantine(table.pages)
+
+    def readmit(self, table: PageTable) -> None:
+        """Free a quarantined table's pages and empty it."""
+        self.pool.readmit(table.pages)
+        self.num_released += len(table.pages)
+        table.pages.clear()
+
     def check(self, tables: Iterable[PageTable]) -> None:
         """Raise AssertionError unless `tables` and the cache are exactly who holds the pool's pages."""
         tables = list(tables)
         held = Counter(page for table in tables for page in table.pages)
-        self.pool.check(held + Counter(self._by_page))
+        self.pool.check(held + Counter(self._by_page.keys()))
         idle = {page for page in self._by_page if not held[page]}
         assert set(self._idle) == idle, f"idle pages {sorted(self._idle)}, unheld {sorted(idle)}"
         children = Counter(entry.parent.page for entry in self._by_page.values() if entry.parent)
@@ -117,9 +123,7 @@ class PrefixCache:
             assert entry.num_children == children[page], f"cached page {page} miscounts its children"
             assert self._by_key[entry.key] is entry, f"cached page {page} cannot be found"
             parent = entry.parent
-            assert not held[page] or not parent or held[parent.page], (
-                f"page {page} is held without its parent"
-            )
+            assert not held[page] or not parent or held[parent.page], f"page {page} is held without its parent"
         for table in tables:
             shared = table.pages[: table.num_shared]
             assert all(page in self._by_page for page in shared), f"shared, but not cached: {shared}"

@@ -25,14 +25,12 @@ class Tally:
         return StepDone(answer.step, answers[0].tokens, max(each.seconds for each in answers))
 
     def write_done(self, rank: int, answer: WriteDone) -> WriteDone | None:
-        """The job with the first error, all bytes and the slowest rank's seconds, once all ranks have ended it."""
+        """The job with the first error, all bytes and the slowest rank's seconds, once all have ended it."""
         answers = self._collect(("write", answer.job), rank, answer)
         if answers is None:
             return None
         error = next((each.error for each in answers if each.error is not None), None)
-        return WriteDone(
-            answer.job, error, sum(each.nbytes for each in answers), max(each.seconds for each in answers)
-        )
+        return WriteDone(answer.job, error, sum(each.nbytes for each in answers), max(each.seconds for each in answers))
 
     def severed(self, rank: int, answer: Severed) -> Severed | None:
         """Clean if it is on every rank, once all have answered."""

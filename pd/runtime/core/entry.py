@@ -1,0 +1,65 @@
+"""Whether a prefill or colocated instance takes a request, and what it says if not. Pure."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from pd.runtime.core.events import ROUTER, Effect, Peer, Send, Stamp
+from pd.runtime.core.lives import Links
+from pd.runtime.core.pages import num_pages_for
+from pd.runtime.core.settings import BrainSettings
+from pd.runtime.wire.messages import Failed, Fenced, Prefill, Stage, Ticket
+
+
+class Fault(NamedTuple):
+    stage: Stage
+    reason: str
+    is_retryable: bool
+
+
+def refuse(message: Prefill, fault: Fault) -> list[Effect]:
+    """Fail a request that is not taken, and let its peer free what it promised."""
+    effects: list[Effect] = [
+        Send(ROUTER, Failed(message.handle, fault.stage, fault.reason, fault.is_retryable)),
+        Stamp(str(message.handle), "failed", fault.reason),
+    ]
+    if message.ticket is not None:
+        effects.append(Send(message.ticket.decode, Fenced(message.handle, fault.reason)))
+    return effects
+
+
+def misfit(message: Prefill, limit: int, *, settings: BrainSettings, decodes: bool) -> Fault | None:
+    """Why this request can never be served here. `decodes`: the instance is colocated."""
+    num_tokens = len(message.tokens)
+    if not 0 < num_tokens < limit:
+        return Fault(Stage.QUEUE, f"{num_tokens} tokens leave none to generate of {limit}", False)
+    most = limit - 1 if decodes else num_tokens
+    num_pages = num_pages_for(most, settings.page_size)
+    if num_pages > settings.num_pages:
+        reason = f"{most} tokens need {num_pages} pages; there are {settings.num_pages}"
+        return Fault(Stage.QUEUE, reason, False)
+    if decodes and message.ticket is not None:
+        return Fault(Stage.RESERVE, "a colocated instance hands nothing off; it got a ticket", True)
+    if not decodes and message.ticket is None and limit > num_tokens + 1:
+        return Fault(Stage.RESERVE, "a prefill instance decodes nothing; it got no ticket", True)
+    return None
+
+
+def ticket_fault(ticket: Ticket, num_tokens: int, *, me: Peer, links: Links, page_size: int) -> Fault | None:
+    """Why KV cannot be written by this ticket, now. `page_size` is ours."""
+    life = Peer(ticket.decode, ticket.epoch)
+    if ticket.prefill_epoch != me.epoch:
+        reason = f"the ticket is for epoch {ticket.prefill_epoch} of {me.name}, which is now {me.epoch}"
+        return Fault(Stage.TRANSFER, reason, True)
+    peer = links.find(life)
+    if peer is None:
+        return Fault(Stage.TRANSFER, f"{life.name} (epoch {life.epoch}) is not attached here", True)
+    size = peer.layout.page_size
+    if ticket.held_tokens % math.lcm(page_size, size):
+        reason = f"{ticket.held_tokens} held tokens are no whole pages of {page_size} and {size} tokens"
+        return Fault(Stage.TRANSFER, reason, True)
+    num_pages = num_pages_for(num_tokens - ticket.held_tokens, size)
+    if len(ticket.pages) != num_pages:
+        return Fault(Stage.TRANSFER, f"the ticket has {len(ticket.pages)} pages, not {num_pages}", True)
+    return None

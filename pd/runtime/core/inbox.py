@@ -1,0 +1,257 @@
+"""The other end of the handoffs: pages promised to a prefill instance until landed, or surely left alone. Pure.
+
+Rules
+1. The router hears of an attempt's end at once; the pages stay until a proof that no write can come.
+2. Landed and Fenced count only from the very life the pages were promised to.
+3. A life that was severed is promised nothing more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from pd.runtime.core.decode import DecodePart
+from pd.runtime.core.events import ROUTER, Effect, Exit, Order, Peer, Send, Stamp
+from pd.runtime.core.lives import Lives
+from pd.runtime.core.pages import PageTable, num_pages_for
+from pd.runtime.core.prefix import PrefixCache
+from pd.runtime.core.request import Phase, Request, limit_of
+from pd.runtime.core.settings import BrainSettings
+from pd.runtime.wire.messages import (
+    Failed,
+    Handle,
+    Landed,
+    Refused,
+    Reserve,
+    Reserved,
+    Sever,
+    Severed,
+    Stage,
+    Stop,
+    Ticket,
+)
+from pd.transfer import handoff
+from pd.transfer.handoff import INBOX, Event, InboxState
+
+
+@dataclass(slots=True, eq=False)
+class Inbox:
+    reserve: Reserve
+    life: Peer  # who may write
+    limit: int
+    table: PageTable
+    deadline: float
+    remind_at: float = 0.0
+    state: InboxState = InboxState.RESERVED
+    landed: Landed | None = None
+
+
+class Inboxes:
+    def __init__(
+        self, settings: BrainSettings, me: Peer, *, pages: PrefixCache, lives: Lives, decode: DecodePart
+    ) -> None:
+        self._settings = settings
+        self._me = me
+        self._pages = pages
+        self._decode = decode
+        self._inboxes: dict[Handle, Inbox] = {}
+        self._lives = lives
+        self._asked: set[Peer] = set()  # ordered to be severed, and not answered yet
+
+    @property
+    def num_reserved(self) -> int:
+        return sum(inbox.state is InboxState.RESERVED for inbox in self._inboxes.values())
+
+    @property
+    def num_pending(self) -> int:
+        """Not landed, and not quarantined."""
+        return sum(inbox.state is not InboxState.QUARANTINED for inbox in self._inboxes.values())
+
+    def tables(self) -> Iterator[PageTable]:
+        """Tables whose pages are held, not quarantined."""
+        for inbox in self._inboxes.values():
+            if inbox.state is not InboxState.QUARANTINED:
+                yield inbox.table
+
+    def reserve(self, message: Reserve, now: float) -> list[Effect]:
+        """Promise pages, or say at once why not."""
+        limit = limit_of(message.num_prompt, message.sampling, self._settings.max_model_len)
+        life = Peer(message.prefill, message.prefill_epoch)
+        refused = self._never(message, limit) or self._not_now(message, life)
+        if refused is not None:
+            return [Send(ROUTER, refused), Stamp(str(message.handle), "refused", refused.reason)]
+        table = PageTable()
+        if self._pages.grow(table, self._num_pages(message, limit)) is None:
+            raise AssertionError("fewer pages than were just counted")
+        self._inboxes[message.handle] = Inbox(message, life, limit, table, now + message.deadline_s)
+        num_written = num_pages_for(len(message.tokens), self._settings.page_size)
+        pages = tuple(table.pages[:num_written])
+        ticket = Ticket(self._me.name, self._me.epoch, pages, prefill_epoch=life.epoch)
+        return [Send(ROUTER, Reserved(message.handle, ticket)), Stamp(str(message.handle), "reserved")]
+
+    def landed(self, sender: Peer, message: Landed, *, now: float) -> list[Effect] | None:
+        """None if no such handoff waits for it."""
+        inbox = self._inboxes.get(message.handle)
+        if inbox is None or inbox.life != sender or message.position != len(inbox.reserve.tokens):
+            return None
+        inbox.landed = message
+        return self._move(inbox, Event.LANDED, now=now)
+
+    def fenced(self, sender: Peer, handle: Handle, *, now: float) -> list[Effect] | None:
+        """None if no such handoff waits for it."""
+        inbox = self._inboxes.get(handle)
+        if inbox is None or inbox.life != sender:
+            return None
+        return self._move(inbox, Event.FENCED, now=now)
+
+    def cancel(self, handle: Handle, reason: str, *, now: float) -> list[Effect] | None:
+        """The pages are no longer wanted. None if none are promised."""
+        inbox = self._inboxes.get(handle)
+        return self._move(inbox, Event.CANCEL, now=now) if inbox else None
+
+    def lose(self, lives: Iterable[Peer], now: float) -> list[Effect]:
+        """Those lives are over."""
+        effects: list[Effect] = []
+        for life in lives:
+            effects.append(Stamp(life.name, "lost", f"epoch {life.epoch}"))
+            reason = f"prefill instance {life.name} is lost"
+            for inbox in self._of(life):
+                effects += self._fail(inbox, Event.PEER_LOST, reason=reason, now=now)
+        return effects
+
+    def severed(self, answer: Severed, now: float) -> list[Effect]:
+        """All ranks have answered a Sever."""
+        life = Peer(answer.peer, answer.epoch)
+        self._asked.discard(life)
+        effects: list[Effect] = []
+        for inbox in self._of(life):
+            effects += self._move(inbox, Event.SEVERED if answer.clean else Event.UNCLEAN, now=now)
+        num_quarantined = self._pages.pool.num_quarantined
+        if num_quarantined:
+            effects.append(Stamp(life.name, "quarantined", f"{num_quarantined} pages"))
+        if num_quarantined > self._settings.num_pages // 2:
+            effects.append(Exit(f"{num_quarantined} pages are quarantined: start again", failed=True))
+        return effects
+
+    def was_asked(self, answer: Severed) -> bool:
+        return Peer(answer.peer, answer.epoch) in self._asked
+
+    def sweep(self, now: float) -> list[Effect]:
+        """Look at all deadlines."""
+        effects: list[Effect] = []
+        for inbox in list(self._inboxes.values()):
+            if inbox.state is not InboxState.QUARANTINED and now >= inbox.deadline:
+                reason = f"not landed within {inbox.reserve.deadline_s:g} s"
+                effects += self._fail(inbox, Event.TIMEOUT, reason=reason, now=now)
+            elif now >= inbox.remind_at:
+                effects += self._move(inbox, Event.REMIND, now=now)
+        return effects
+
+    def check(self) -> None:
+        for handle, inbox in self._inboxes.items():
+            is_quarantined = inbox.state is InboxState.QUARANTINED
+            assert inbox.state is not InboxState.DONE, f"{handle} is done, and its inbox is still here"
+            assert inbox.table.pages, f"the pages promised for {handle} were given back ({inbox.state})"
+            for page in inbox.table.pages:
+                is_referenced = self._pages.pool.is_referenced(page)
+                assert is_referenced is not is_quarantined, f"page {page} of {handle} is free under a write"
+
+    def _of(self, life: Peer) -> list[Inbox]:
+        return [inbox for inbox in self._inboxes.values() if inbox.life == life]
+
+    def _num_pages(self, message: Reserve, limit: int) -> int:
+        """For what will land, and one token more where there will be one."""
+        num_tokens = len(message.tokens)
+        return num_pages_for(max(num_tokens, min(num_tokens + 1, limit - 1)), self._settings.page_size)
+
+    def _never(self, message: Reserve, limit: int) -> Refused | None:
+        """Why it can never be served here."""
+        num_tokens = len(message.tokens)
+        num_pages = num_pages_for(limit - 1, self._settings.page_size)
+        if not 0 < num_tokens < limit:
+            return Refused(message.handle, f"{num_tokens} tokens leave none to generate of {limit}", None)
+        if num_pages > self._settings.num_pages:
+            reason = f"{limit} tokens need {num_pages} pages; there are {self._settings.num_pages}"
+            return Refused(message.handle, reason, None)
+        return None
+
+    def _not_now(self, message: Reserve, life: Peer) -> Refused | None:
+        """Why it cannot be served now."""
+        max_waiting, retry_after_s = self._settings.step.max_waiting, self._settings.deadlines.retry_after_s
+        limit = limit_of(message.num_prompt, message.sampling, self._settings.max_model_len)
+        num_pages = self._num_pages(message, limit)
+        num_available = self._pages.num_available
+        if self._lives.is_severed(life):
+            reason = f"{life.name} was cut off from {self._me.name}; it must be started again"
+        elif len(self._inboxes) + len(self._decode.ready) >= max_waiting:
+            reason = f"{max_waiting} requests wait already"
+        elif num_pages + self._decode.headroom > num_available:
+            reason = f"{num_pages} pages are needed, {num_available} are free"
+        else:
+            return None
+        return Refused(message.handle, reason, retry_after_s)
+
+    def _fail(self, inbox: Inbox, event: Event, *, reason: str, now: float) -> list[Effect]:
+        """Move on `event`; the first time, that is the end of the attempt and the router is told."""
+        effects: list[Effect] = []
+        if inbox.state is InboxState.RESERVED:
+            handle = inbox.reserve.handle
+            effects.append(Send(ROUTER, Failed(handle, Stage.TRANSFER, reason, retryable=True)))
+            effects.append(Stamp(str(handle), "failed", reason))
+        return effects + self._move(inbox, event, now=now)
+
+    def _move(self, inbox: Inbox, event: Event, *, now: float) -> list[Effect]:
+        before = inbox.state
+        inbox.state, todo = handoff.step(INBOX, before, event)
+        if inbox.state is not before:
+            inbox.deadline = now + self._settings.deadlines.fencing_s
+        inbox.remind_at = now + self._settings.deadlines.remind_s
+        effects: list[Effect] = []
+        for effect in todo:
+            effects += self._do(inbox, effect)
+        if inbox.state is InboxState.DONE:
+            del self._inboxes[inbox.reserve.handle]
+        return effects
+
+    def _do(self, inbox: Inbox, effect: handoff.Effect) -> list[Effect]:
+        match effect:
+            case handoff.Effect.ADMIT:
+                return self._admit(inbox)
+            case handoff.Effect.SEND_STOP:
+                return [Send(inbox.life.name, Stop(inbox.reserve.handle))]
+            case handoff.Effect.SEVER:
+                return self._sever(inbox.life)
+            case handoff.Effect.FREE:
+                self._pages.release(inbox.table)
+            case handoff.Effect.QUARANTINE:
+                self._pages.quarantine(inbox.table)
+            case handoff.Effect.READMIT:
+                self._pages.readmit(inbox.table)
+            case _:
+                raise AssertionError(f"{effect} is not for this end")
+        return []
+
+    def _sever(self, life: Peer) -> list[Effect]:
+        """Ask the ranks, once until they answer."""
+        self._lives.sever(life)
+        if life in self._asked:
+            return []
+        self._asked.add(life)
+        return [Order(Sever(*life)), Stamp(life.name, "severed", f"epoch {life.epoch}")]
+
+    def _admit(self, inbox: Inbox) -> list[Effect]:
+        reserve, landed = inbox.reserve, inbox.landed
+        assert landed is not None
+        request = Request(
+            reserve.handle,
+            reserve.tokens,
+            reserve.num_prompt,
+            reserve.sampling,
+            inbox.limit,
+            Phase.READY,
+            table=inbox.table,
+            num_computed=len(reserve.tokens),
+            capacity=len(inbox.table.pages) * self._settings.page_size,
+        )
+        return self._decode.land(request, landed.token)

@@ -1,0 +1,156 @@
+"""The writing end of the handoffs: which tokens' KV goes to which peer, and when none is under way any more. Pure.
+
+Rules
+1. A job is open from the launch of the plan it rides on until every rank has ended it. Only then are its pages let go.
+2. A job covers whole pages of both sides (units of the least common multiple); the last one ends with the prompt.
+3. A table of pages in a handoff is given back by FREE and by nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import assert_never
+
+from pd.runtime.core.events import Effect, Order, Peer, Send, Stamp
+from pd.runtime.core.flight import Flight
+from pd.runtime.core.pages import num_pages_for
+from pd.runtime.core.request import Request
+from pd.runtime.core.settings import BrainSettings
+from pd.runtime.core.step import Step
+from pd.runtime.wire.messages import Fenced, Handle, Landed, Sever, Ticket, Token, WriteDone, WriteJob
+from pd.transfer import handoff
+from pd.transfer.handoff import OUTBOX, Event, OutboxState
+
+
+@dataclass(slots=True, eq=False)
+class Outbox:
+    request: Request
+    ticket: Ticket
+    life: Peer
+    page_size: int  # the peer's
+    num_sent: int  # tokens given to jobs, or held by the peer from the start
+    state: OutboxState = OutboxState.QUEUED
+    num_open: int = 0  # jobs
+    deadline: float | None = None
+    first: Token | None = None
+    reason: str = ""  # why it is fenced
+
+
+class Outboxes:
+    def __init__(self, settings: BrainSettings, flight: Flight) -> None:
+        self._settings = settings
+        self._flight = flight
+        self._outboxes: dict[Handle, Outbox] = {}
+        self._jobs: dict[int, Outbox] = {}
+        self._last_job = 0
+
+    def __len__(self) -> int:
+        return len(self._outboxes)
+
+    def __iter__(self) -> Iterator[Outbox]:
+        return iter(list(self._outboxes.values()))
+
+    def find(self, handle: Handle) -> Outbox | None:
+        return self._outboxes.get(handle)
+
+    def has_open_jobs(self, peer: str) -> bool:
+        """To any life of `peer`."""
+        return any(outbox.life.name == peer for outbox in self._jobs.values())
+
+    def is_open(self, job: int) -> bool:
+        return job in self._jobs
+
+    def open(self, request: Request, ticket: Ticket, *, page_size: int) -> None:
+        """Begin a handoff. `page_size` is the peer's."""
+        life = Peer(ticket.decode, ticket.epoch)
+        self._outboxes[request.handle] = Outbox(request, ticket, life, page_size, ticket.held_tokens)
+
+    def write(self, outbox: Outbox, step: Step, *, stop: int) -> None:
+        """After `step`, the KV before `stop` is there: add jobs for what was not sent yet to its plan."""
+        outbox.state, effects = handoff.step(OUTBOX, outbox.state, Event.CHUNK)
+        if handoff.Effect.WRITE not in effects:
+            return
+        size = self._settings.page_size
+        unit = math.lcm(size, outbox.page_size)
+        longest = max(unit, self._settings.step.max_prefill_tokens // unit * unit)
+        end = stop if stop == len(outbox.request.tokens) else stop // unit * unit
+        while outbox.num_sent < end:
+            start = outbox.num_sent
+            outbox.num_sent = min(end, start + longest)
+            step.writes.append(self._job(outbox, start, stop=outbox.num_sent))
+
+    def end_job(self, done: WriteDone, now: float) -> Outbox:
+        """Every rank has ended this job, well or not. The caller moves its outbox on."""
+        outbox = self._jobs.pop(done.job)
+        outbox.num_open -= 1
+        self._set_deadline(outbox, now)
+        return outbox
+
+    def move(self, outbox: Outbox, event: Event, *, now: float) -> list[Effect]:
+        """Let `event` happen, and DRAINED too if nothing is under way."""
+        before = outbox.state
+        outbox.state, todo = handoff.step(OUTBOX, before, event)
+        if outbox.state is not before:
+            self._set_deadline(outbox, now)
+        effects: list[Effect] = []
+        for effect in todo:
+            effects += self._do(outbox, effect, now=now)
+        if outbox.state is OutboxState.DONE:
+            self._outboxes.pop(outbox.request.handle, None)
+        elif event is not Event.DRAINED:
+            effects += self.settle(outbox, now)
+        return effects
+
+    def settle(self, outbox: Outbox, now: float) -> list[Effect]:
+        """Let DRAINED happen if nothing is under way."""
+        return [] if outbox.num_open else self.move(outbox, Event.DRAINED, now=now)
+
+    def check(self) -> None:
+        for outbox in self._outboxes.values():
+            num_open = sum(other is outbox for other in self._jobs.values())
+            assert outbox.num_open == num_open, f"{outbox.request.handle} counts {outbox.num_open} of {num_open}"
+        for job, outbox in self._jobs.items():
+            handle = outbox.request.handle
+            assert self._outboxes.get(handle) is outbox, f"job {job} of {handle} outlived its handoff"
+            assert outbox.request.table.pages, f"job {job} of {handle} reads pages that were given back"
+
+    def _job(self, outbox: Outbox, start: int, *, stop: int) -> WriteJob:
+        self._last_job += 1
+        self._jobs[self._last_job] = outbox
+        outbox.num_open += 1
+        size, held = self._settings.page_size, outbox.ticket.held_tokens
+        ours = outbox.request.table.pages[start // size : num_pages_for(stop, size)]
+        theirs = outbox.ticket.pages[(start - held) // outbox.page_size : num_pages_for(stop - held, outbox.page_size)]
+        return WriteJob(self._last_job, outbox.life.name, start, stop, tuple(ours), theirs)
+
+    def _set_deadline(self, outbox: Outbox, now: float) -> None:
+        deadlines = self._settings.deadlines
+        match outbox.state:
+            case OutboxState.DRAINING:
+                outbox.deadline = now + deadlines.draining_s
+            case OutboxState.STOPPING | OutboxState.ABANDONED:
+                outbox.deadline = now + deadlines.stopping_s
+            case OutboxState.QUEUED | OutboxState.COMPUTING | OutboxState.DONE:
+                outbox.deadline = None  # the request's own
+            case _:
+                assert_never(outbox.state)
+
+    def _do(self, outbox: Outbox, effect: handoff.Effect, *, now: float) -> list[Effect]:
+        request, peer = outbox.request, outbox.life.name
+        match effect:
+            case handoff.Effect.SEND_LANDED:
+                assert outbox.first is not None, f"{request.handle} drained before its first token"
+                landed = Landed(request.handle, len(request.tokens), outbox.first)
+                return [Send(peer, landed), Stamp(str(request.handle), "drained", f"to {peer}")]
+            case handoff.Effect.SEND_FENCED:
+                return [Send(peer, Fenced(request.handle, outbox.reason))]
+            case handoff.Effect.SEVER:
+                outbox.deadline = now + self._settings.deadlines.stopping_s
+                return [Order(Sever(*outbox.life)), Stamp(peer, "severed", f"{request.handle} does not drain")]
+            case handoff.Effect.FREE:
+                self._flight.release(request.table, request.last_step)
+                return []
+            case _:
+                raise AssertionError(f"{effect} is not for the writing end")

@@ -1,0 +1,205 @@
+"""Requests whose prompt is computed here: entry, first tokens, and the handoff that follows. Pure.
+
+Rules
+1. What can never fit is refused at entry, so nobody starves behind it.
+2. Whatever ends an attempt here is said to the router once, and to the peer (Fenced) as soon as no write is open.
+3. Waiting and transferring have their own clocks: the request's deadline ends with the first token.
+"""
+
+from __future__ import annotations
+
+from pd.runtime.core.decode import DecodePart
+from pd.runtime.core.entry import Fault, misfit, refuse, ticket_fault
+from pd.runtime.core.events import ROUTER, Effect, Peer, Send, Stamp
+from pd.runtime.core.flight import Flight
+from pd.runtime.core.lives import Links
+from pd.runtime.core.outbox import Outbox, Outboxes
+from pd.runtime.core.prefix import PrefixCache
+from pd.runtime.core.prompts import Prompts
+from pd.runtime.core.request import Phase, Request, limit_of
+from pd.runtime.core.settings import BrainSettings
+from pd.runtime.core.step import Step
+from pd.runtime.wire.messages import Failed, FirstToken, Handle, Prefill, Stage, Token, WriteDone
+from pd.transfer.handoff import Event, OutboxState
+
+
+class PrefillPart:
+    """With `onward` (a colocated instance) requests go on to decode there; else they are handed off by ticket."""
+
+    def __init__(
+        self,
+        settings: BrainSettings,
+        me: Peer,
+        *,
+        pages: PrefixCache,
+        flight: Flight,
+        onward: DecodePart | None,
+    ) -> None:
+        self._settings = settings
+        self._me = me
+        self._flight = flight
+        self._onward = onward
+        self.prompts = Prompts(settings, pages, flight=flight, onward=onward)
+        self.outboxes = Outboxes(settings, flight)
+        self.links = Links(settings.deadlines.attach_s, self.outboxes.has_open_jobs)
+
+    def submit(self, message: Prefill, now: float) -> list[Effect]:
+        """Queue a request, or fail it at once saying why."""
+        limit = limit_of(message.num_prompt, message.sampling, self._settings.max_model_len)
+        fault = self._fault(message, limit)
+        if fault is not None:
+            return refuse(message, fault)
+        request = Request(
+            message.handle,
+            message.tokens,
+            message.num_prompt,
+            message.sampling,
+            limit,
+            Phase.WAITING,
+            deadline=now + message.deadline_s,
+        )
+        self.prompts.waiting[message.handle] = request
+        if message.ticket is not None:
+            peer = self.links.find(Peer(message.ticket.decode, message.ticket.epoch))
+            assert peer is not None, "a ticket of no attached peer is a fault"
+            self.outboxes.open(request, message.ticket, page_size=peer.layout.page_size)
+        return [Stamp(str(message.handle), "queued", f"{len(message.tokens)} tokens")]
+
+    def cancel(self, handle: Handle, reason: str, *, now: float) -> list[Effect] | None:
+        """The router wants it no more. None if nothing of it is here."""
+        if self.prompts.find(handle) is None and self.outboxes.find(handle) is None:
+            return None
+        return self._end(handle, Event.STOP, reason=reason, now=now)
+
+    def stop(self, sender: Peer, handle: Handle, *, now: float) -> list[Effect] | None:
+        """The peer wants no more writes. None if there is no such handoff."""
+        outbox = self.outboxes.find(handle)
+        if outbox is None:
+            return None
+        if outbox.life != sender:
+            return []
+        return self.fail(handle, Stage.TRANSFER, reason=f"{sender.name} stopped it", now=now)
+
+    def fill(self, step: Step, now: float) -> list[Effect]:
+        """Plan chunks, and the writes of what they complete."""
+        effects: list[Effect] = []
+        for request, is_new in self.prompts.plan(step):
+            outbox = self.outboxes.find(request.handle)
+            if is_new:
+                effects.append(Stamp(str(request.handle), "admitted", f"{request.num_cached} tokens cached"))
+            if outbox is not None:
+                if is_new:
+                    effects += self.outboxes.move(outbox, Event.START, now=now)
+                self.outboxes.write(outbox, step, stop=request.num_computed)
+        return effects
+
+    def computed(self, step: Step, tokens: tuple[Token, ...], *, now: float) -> list[Effect]:
+        """`step` is done. `tokens` are those of its `firsts`."""
+        self.prompts.cache(step)
+        effects: list[Effect] = []
+        for request, token in zip(step.firsts, tokens, strict=True):
+            if request.phase is not Phase.ENDED:
+                effects += self._first(request, token, now=now)
+        return effects
+
+    def write_done(self, done: WriteDone, now: float) -> list[Effect]:
+        """Every rank has ended this job."""
+        outbox = self.outboxes.end_job(done, now)
+        if done.error is not None:
+            reason = f"write to {outbox.life.name} failed: {done.error}"
+            return self.fail(outbox.request.handle, Stage.TRANSFER, reason=reason, now=now)
+        return self.outboxes.settle(outbox, now)
+
+    def lose(self, life: Peer, now: float) -> list[Effect]:
+        """That life of a decode instance is over."""
+        effects = self.links.part(life)
+        reason = f"decode instance {life.name} is lost"
+        return effects + self._fail_all(life, Event.PEER_LOST, reason=reason, now=now)
+
+    def unreachable(self, life: Peer, reason: str, *, now: float) -> list[Effect]:
+        """The transfer to that life is broken, for now."""
+        effects = self.links.break_off(life, reason, now=now)
+        return effects + self._fail_all(life, Event.STOP, reason=reason, now=now) if effects else []
+
+    def sweep(self, now: float) -> list[Effect]:
+        """Look at all deadlines."""
+        effects: list[Effect] = []
+        prompts = self.prompts
+        for stage, queue in ((Stage.QUEUE, prompts.waiting), (Stage.PREFILL, prompts.computing)):
+            for handle in [each.handle for each in queue.values() if now >= each.deadline]:
+                reason = "no first token by its deadline"
+                effects += self.fail(handle, stage, reason=reason, now=now, event=Event.TIMEOUT)
+        for outbox in self.outboxes:
+            if outbox.deadline is not None and now >= outbox.deadline:
+                effects += self._overdue(outbox, now)
+        return effects + self.links.sweep(now)
+
+    def fail(self, handle: Handle, stage: Stage, *, reason: str, now: float, event: Event = Event.STOP) -> list[Effect]:
+        """End an attempt by a fault that another attempt may not meet. The router is told, if it was not before."""
+        outbox = self.outboxes.find(handle)
+        is_told = outbox is not None and outbox.state in (OutboxState.STOPPING, OutboxState.ABANDONED)
+        effects: list[Effect] = []
+        if not is_told:
+            effects.append(Send(ROUTER, Failed(handle, stage, reason, retryable=True)))
+            effects.append(Stamp(str(handle), "failed", reason))
+        return effects + self._end(handle, event, reason=reason, now=now)
+
+    def _fault(self, message: Prefill, limit: int) -> Fault | None:
+        fault = misfit(message, limit, settings=self._settings, decodes=self._onward is not None)
+        if fault is None and message.ticket is not None:
+            fault = ticket_fault(
+                message.ticket,
+                len(message.tokens),
+                me=self._me,
+                links=self.links,
+                page_size=self._settings.page_size,
+            )
+        if fault is None and self.prompts.is_full:
+            fault = Fault(Stage.QUEUE, f"{len(self.prompts.waiting)} requests wait already", True)
+        return fault
+
+    def _first(self, request: Request, token: Token, *, now: float) -> list[Effect]:
+        """The prompt is computed and its token known: tell it at once, then hand off, or decode on."""
+        handle, position = request.handle, request.num_tokens
+        finish = request.take(token.id)
+        cached = min(request.num_cached, request.num_prompt)
+        effects: list[Effect] = [
+            Send(ROUTER, FirstToken(handle, position, token, finish, cached)),
+            Stamp(str(handle), "first_token"),
+        ]
+        if self._onward is not None:
+            return effects + (self._onward.finish(request, finish) if finish else [])
+        outbox = self.outboxes.find(handle)
+        if finish is not None or outbox is None:
+            return effects + self._end(handle, Event.STOP, reason="the first token was the last", now=now)
+        outbox.first = token
+        return effects + self._end(handle, Event.COMPUTED, reason="", now=now)
+
+    def _overdue(self, outbox: Outbox, now: float) -> list[Effect]:
+        reason = f"no write to {outbox.life.name} ended in time"
+        if outbox.state is OutboxState.DRAINING:
+            handle = outbox.request.handle
+            return self.fail(handle, Stage.TRANSFER, reason=reason, now=now, event=Event.TIMEOUT)
+        effects = self.outboxes.move(outbox, Event.TIMEOUT, now=now)  # severs the life
+        return effects + self.unreachable(outbox.life, reason, now=now)
+
+    def _fail_all(self, life: Peer, event: Event, *, reason: str, now: float) -> list[Effect]:
+        effects: list[Effect] = []
+        for outbox in self.outboxes:
+            if outbox.life == life:
+                handle = outbox.request.handle
+                effects += self.fail(handle, Stage.TRANSFER, reason=reason, now=now, event=event)
+        return effects
+
+    def _end(self, handle: Handle, event: Event, *, reason: str, now: float) -> list[Effect]:
+        """Nothing more is computed for it. Its pages go when the handoff lets them, if there is one."""
+        request, outbox = self.prompts.find(handle), self.outboxes.find(handle)
+        if request is not None:
+            self.prompts.remove(request)
+            self._flight.close(request)
+        if outbox is not None:
+            outbox.reason = outbox.reason or reason
+            return self.outboxes.move(outbox, event, now=now)
+        if request is not None:
+            self._flight.release(request.table, request.last_step)
+        return []
