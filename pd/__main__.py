@@ -1,0 +1,5 @@
+"""`python -m pd` is `pd`."""
+
+from pd.cli import main
+
+main()

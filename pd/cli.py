@@ -1,0 +1,128 @@
+"""The command line: options -> configuration -> a role.
+
+What a command needs is imported when it runs, so that help comes at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Annotated, cast
+
+import typer
+from typer.core import TyperGroup
+from typer.main import get_command
+
+import pd
+from pd.cli_options import GroupedHelp, LaunchOptions, ServeOptions, as_command
+
+WRONG_USE = 2
+"""Exit status for what a person can mend; the supervisor does not restart after it."""
+_UsageError = cast(type[typer.BadParameter], typer.BadParameter.__bases__[0])
+"""Of whichever Click is beneath Typer."""
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+"""Without Rich's markup: its help takes 0.2 s more, which is what all the rest of `pd --help` takes."""
+
+
+def main() -> None:
+    """Run the command in sys.argv and exit."""
+    arguments = _with_empty_spec(sys.argv[1:])
+    if not arguments or "--help" in arguments:
+        typer.echo(help_text(arguments))
+        sys.exit(0)
+    sys.exit(_run(arguments))
+
+
+def help_text(arguments: list[str]) -> str:
+    """Help for the command that `arguments` begin with.
+
+    Made without parsing them, for which Typer imports pydantic: another 0.1 s.
+    """
+    group = cast(TyperGroup, get_command(app))
+    context = typer.Context(group, info_name="pd")
+    command = group.commands.get(arguments[0]) if arguments else None
+    if command is not None:
+        return command.get_help(typer.Context(command, info_name=command.name, parent=context))
+    return group.get_help(context)
+
+
+def _run(arguments: list[str]) -> int:
+    """Exit status of the command; a person's mistakes are told here."""
+    from pd.runtime.config import ConfigError
+
+    try:
+        return int(app(arguments, prog_name="pd", standalone_mode=False) or 0)
+    except _UsageError as error:
+        commands = [word for word in arguments[:1] if word in ("serve", "launch")]
+        _complain([error.format_message()], hint=" ".join(["pd", *commands, "--help"]))
+        return WRONG_USE
+    except ConfigError as error:
+        _complain(str(error).splitlines(), hint=error.hint)
+        return WRONG_USE
+    except (typer.Abort, KeyboardInterrupt):
+        return 130
+
+
+def _launch(options: LaunchOptions) -> None:
+    """Run one process group: a router, or a prefill, decode or colocated instance."""
+    from pd.cli_config import launch_config
+    from pd.runtime.config import RouterConfig
+
+    config = launch_config(options)
+    if isinstance(config, RouterConfig):
+        from pd.runtime.roles import router
+
+        raise typer.Exit(router.run(config))
+    from pd.runtime.roles import instance
+
+    raise typer.Exit(instance.run(config))
+
+
+def _serve(options: ServeOptions) -> None:
+    """Serve a model on this machine: a router and instances, kept alive until Ctrl-C."""
+    from pd.cli_layout import serve_config
+
+    config = serve_config(options)
+    from pd.runtime.roles import supervisor  # after the checks: a fault is told without waiting for imports
+
+    raise typer.Exit(supervisor.run(config))
+
+
+app.command("serve", cls=GroupedHelp)(as_command(_serve, ServeOptions))
+app.command("launch", cls=GroupedHelp)(as_command(_launch, LaunchOptions))
+
+
+@app.callback(invoke_without_command=True)
+def _pd(
+    version: Annotated[bool, typer.Option("--version", help="Show the version.", is_eager=True)] = False,
+) -> None:
+    """Serve large language models with prefill and decode apart."""
+    if version:
+        typer.echo(f"pd {pd.__version__}")
+        raise typer.Exit
+
+
+def _with_empty_spec(arguments: list[str]) -> list[str]:
+    """A bare `--colocated` means `--colocated=`: Typer knows no option whose value may be left out."""
+    return [
+        f"{word}=" if word == "--colocated" and ("=" not in after or after.startswith("-")) else word
+        for word, after in zip(arguments, [*arguments[1:], ""], strict=False)
+    ]
+
+
+def _complain(faults: Iterable[str], *, hint: str) -> None:
+    """`error:` lines, a blank line, `hint:`, on standard error."""
+    from rich.console import Console
+
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    for fault in faults:
+        console.print("[bold red]error[/]:", end=" ")
+        console.print(fault, markup=False)
+    if hint:
+        console.print("\n[bold cyan]hint[/]:", end=" ")
+        console.print(hint, markup=False)
+
+
+if __name__ == "__main__":
+    main()

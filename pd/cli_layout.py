@@ -1,0 +1,167 @@
+"""From `pd serve`'s options to the processes it keeps: a router and instances, as `pd launch` takes them."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from pd.cli_config import core_faults, own_faults, parse_cores, shared_faults, show_cores
+from pd.cli_options import LaunchOptions, ServeOptions, SharedOptions, as_arguments
+from pd.runtime.checkpoint import resolve, served_name
+from pd.runtime.config import ConfigError, LinkConfig
+from pd.runtime.roles.child import Child
+from pd.runtime.roles.supervisor import ServeConfig, claim_port
+from pd.runtime.wire.messages import Role
+
+_KEYS = ("tp", "name", "num-pages", "threads", "cores")
+_NUMBERS = ("tp", "num-pages", "threads")
+_MEMBERSHIP_PORT = urlsplit(LinkConfig().router).port or 0
+_LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+_GPU_NODES = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
+
+
+def serve_config(options: ServeOptions) -> ServeConfig:
+    """What the supervisor keeps. Looks which ports are free and gets the model, once for all processes.
+
+    Raises ConfigError: all faults of the options at once, else the port's, else the model's.
+    """
+    router, *instances = launches(options)
+    port = claim_port(options.host, options.port)
+    model = str(resolve(options.model))
+    name = options.served_name or served_name(options.model)
+    meeting = f"tcp://127.0.0.1:{_membership_port()}"
+    processes = [
+        replace(router, model=model, served_name=name, router=meeting, port=port),
+        *(replace(instance, model=model, served_name=name, router=meeting) for instance in instances),
+    ]
+    return ServeConfig(
+        children=tuple(_child(process) for process in processes),
+        host=_LOOPBACK.get(options.host, options.host),
+        port=port,
+        model=name,
+        restart=options.restart == "always",
+    )
+
+
+def launches(options: ServeOptions) -> list[LaunchOptions]:
+    """The router first, then the instances, cores shared out. Raises ConfigError with all faults at once."""
+    faults = [*shared_faults(options)]
+    if options.cores is not None:
+        faults += core_faults(options.cores)
+    if options.restart not in ("always", "never"):
+        faults.append(f"--restart is {options.restart!r}, must be one of always, never")
+    if not 0 <= options.port <= 65535:
+        faults.append(f"--port is {options.port}, must be 0 to 65535")
+    specs = _specs(options)
+    if len({role for role, _ in specs} & {Role.PREFILL, Role.DECODE}) == 1:
+        faults.append("beside --colocated, --prefill and --decode come in pairs or not at all")
+    instances: list[LaunchOptions] = []
+    for role, text in specs:
+        number = sum(instance.role == role.value for instance in instances)
+        instance, own = _instance(options, role, text, number=number)
+        instances.append(instance)
+        faults += own
+    names = [instance.name for instance in instances]
+    faults += [f"two instances are named {name}" for name in sorted({n for n in names if n and names.count(n) > 1})]
+    if faults:
+        raise ConfigError(*dict.fromkeys(faults), hint="pd serve --help")
+    router = LaunchOptions(role=Role.ROUTER.value, host=options.host)
+    return [router, *_with_cores(instances, options)]
+
+
+def share_cores(cores: Sequence[int], weights: Sequence[int]) -> list[tuple[int, ...]]:
+    """Neighbouring cores for each instance, at least one, in proportion to its weight.
+
+    With fewer cores than instances all share all: two pinned to one core would wait for each other there.
+    """
+    if len(cores) < len(weights):
+        return [tuple(cores)] * len(weights)
+    counts = [1] * len(weights)
+    for _ in range(len(cores) - len(weights)):
+        counts[min(range(len(weights)), key=lambda i: counts[i] / weights[i])] += 1
+    starts = [sum(counts[:i]) for i in range(len(counts))]
+    return [tuple(cores[start : start + count]) for start, count in zip(starts, counts, strict=True)]
+
+
+def _specs(options: ServeOptions) -> list[tuple[Role, str]]:
+    """Role and settings of each instance. A side left out gets one, unless there are colocated ones."""
+    missing = [] if options.colocated else [""]
+    return [
+        *((Role.PREFILL, text) for text in options.prefill or missing),
+        *((Role.DECODE, text) for text in options.decode or missing),
+        *((Role.COLOCATED, text) for text in options.colocated),
+    ]
+
+
+def _instance(options: ServeOptions, role: Role, text: str, *, number: int) -> tuple[LaunchOptions, list[str]]:
+    """One instance, and what is wrong with its text."""
+    pairs, faults = _pairs(text)
+    settings: dict[str, str | int] = {}
+    for key, value in pairs.items():
+        if key in _NUMBERS and not re.fullmatch(r"-?\d{1,9}", value):
+            faults.append(f"{key}={value} is no number")
+        else:
+            settings[key.replace("-", "_")] = int(value) if key in _NUMBERS else value
+    shared = {entry.name: getattr(options, entry.name) for entry in fields(SharedOptions)}
+    del shared["cores"], shared["host"]  # what they all share between them; where the router's HTTP is
+    instance = LaunchOptions(**{"role": role.value, "name": f"{role.value}-{number}", **shared, **settings})
+    faults += own_faults(instance)
+    return instance, [f'--{role.value} "{text}": {fault}' for fault in faults]
+
+
+def _pairs(text: str) -> tuple[dict[str, str], list[str]]:
+    """`tp=2,cores=0,3` -> {tp: 2, cores: 0,3}: a piece without `=` goes on with the value before it."""
+    pairs: dict[str, str] = {}
+    faults: list[str] = []
+    key = ""
+    for piece in filter(None, (piece.strip() for piece in text.split(","))):
+        if "=" in piece:
+            key, value = (part.strip() for part in piece.split("=", 1))
+            pairs[key] = value
+        elif key:
+            pairs[key] += f",{piece}"
+        else:
+            faults.append(f"{piece!r} is not KEY=VALUE")
+    unknown = [key for key in pairs if key not in _KEYS]
+    faults += [f"unknown key {key!r}, known are {', '.join(_KEYS)}" for key in unknown]
+    return {key: value for key, value in pairs.items() if key in _KEYS}, faults
+
+
+def _with_cores(instances: list[LaunchOptions], options: ServeOptions) -> Iterator[LaunchOptions]:
+    """On a CPU every instance gets cores of its own; on a GPU they are left free unless `--cores` says so."""
+    if options.cores is None and not _is_cpu(options.device):
+        yield from instances
+        return
+    allowed = parse_cores(options.cores or "") or tuple(sorted(os.sched_getaffinity(0)))
+    taken = {core for instance in instances for core in parse_cores(instance.cores or "") or ()}
+    open_ones = [instance for instance in instances if instance.cores is None]
+    left = [core for core in allowed if core not in taken] or list(allowed)
+    shares = iter(share_cores(left, [instance.tp for instance in open_ones]))
+    for instance in instances:
+        yield instance if instance.cores else replace(instance, cores=show_cores(next(shares)))
+
+
+def _child(process: LaunchOptions) -> Child:
+    is_router = process.role == Role.ROUTER.value
+    return Child(
+        name=process.name or process.role,
+        says=(process.role, "" if is_router else str(process.tp), process.cores or ""),
+        command=(sys.executable, "-m", "pd", "launch", *as_arguments(process)),
+    )
+
+
+def _membership_port() -> int:
+    """The default one, so that `pd launch` finds this router too; any free one where it is taken."""
+    try:
+        return claim_port("127.0.0.1", _MEMBERSHIP_PORT)
+    except ConfigError:
+        return claim_port("127.0.0.1", 0)
+
+
+def _is_cpu(device: str) -> bool:
+    return device == "cpu" or (device == "auto" and not any(node.exists() for node in _GPU_NODES))

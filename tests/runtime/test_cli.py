@@ -1,0 +1,300 @@
+"""The command line: faults told all at once, options mapped onto configurations, help at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+
+from pd.cli import _with_empty_spec
+from pd.cli_config import launch_config, parse_cores, parse_size, show_cores
+from pd.cli_layout import launches, share_cores
+from pd.cli_options import LaunchOptions, ServeOptions, as_arguments, as_command
+from pd.runtime.config import ConfigError, InstanceConfig, RouterConfig
+from pd.runtime.wire.messages import Role
+
+ALLOWED = sorted(os.sched_getaffinity(0))
+
+
+def pd(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "pd", *arguments], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def faults(options: LaunchOptions | ServeOptions) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        launch_config(options) if isinstance(options, LaunchOptions) else launches(options)
+    return str(caught.value).splitlines()
+
+
+# ---- as a person sees it -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", [[], ["serve"], ["launch"]])
+def test_help_loads_nothing_heavy(command: list[str]) -> None:
+    script = (
+        "import atexit, json, sys; atexit.register(lambda: sys.stderr.write(json.dumps(sorted(sys.modules))))\n"
+        f"sys.argv = ['pd', *{command!r}, '--help']\nfrom pd.cli import main; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0
+    assert "Usage: pd" in done.stdout
+    loaded = {name.split(".")[0] for name in json.loads(done.stderr)}
+    heavy = {"torch", "zmq", "transformers", "numpy", "gguf", "uvicorn", "aiohttp", "asyncio", "pydantic", "rich"}
+    assert loaded & heavy == set()
+
+
+def test_all_faults_are_told_at_once_with_a_hint_and_no_traceback() -> None:
+    done = pd("launch", "--role=cook", "--tp=0", "--port=99999", "--page-size=-1", "--router=here", "--cores=x")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.splitlines() == [
+        "error: --role is 'cook', must be one of router, prefill, decode, colocated",
+        "error: --page-size is -1, must be at least 1",
+        "error: --tp is 0, must be at least 1",
+        "error: --cores is 'x', must be numbers and ranges, such as 0-3,6",
+        "error: --port is 99999, must be 1 to 65535",
+        "error: --router is 'here', must be tcp://HOST:PORT",
+        "",
+        "hint: pd launch --help",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "hint"),
+    [
+        (["launch"], "Missing option '--role'", "pd launch --help"),
+        (["launch", "--role=decode", "--tp=two"], "Invalid value for '--tp'", "pd launch --help"),
+        (["launch", "--tepee=2"], "No such option: --tepee", "pd launch --help"),
+        (["lunch"], "No such command 'lunch'", "pd --help"),
+        (["serve", "/no/such/folder", "--port=0"], "model directory /no/such/folder does not exist", "check the path"),
+        (["serve", "--decode", "two"], "--decode \"two\": 'two' is not KEY=VALUE", "pd serve --help"),
+    ],
+)
+def test_wrong_use_is_one_error_one_hint_and_status_2(arguments: list[str], error: str, hint: str) -> None:
+    done = pd(*arguments)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {error}")
+    assert f"\n\nhint: {hint}" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_taken_port_is_told_before_anything_starts() -> None:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        port = holder.getsockname()[1]
+        done = pd("serve", f"--port={port}")
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: cannot listen on 127.0.0.1:{port}: Address already in use")
+    assert "hint: choose another --port" in done.stderr
+
+
+def test_version() -> None:
+    assert pd("--version").stdout == "pd 0.1.0\n"
+
+
+# ---- launch ------------------------------------------------------------------------------------------------
+
+
+def test_every_option_of_an_instance_reaches_its_configuration() -> None:
+    core = ALLOWED[0]
+    config = launch_config(
+        LaunchOptions(
+            role="decode",
+            name="d",
+            model="m",
+            served_name="s",
+            dtype="float16",
+            max_model_len=100,
+            device="cpu",
+            tp=3,
+            threads=2,
+            cores=str(core),
+            page_size=32,
+            kv_memory="1.5GiB",
+            no_prefix_cache=True,
+            max_running=7,
+            max_prefill_tokens=64,
+            transfer="tcp",
+            transfer_devices="eth0,eth1",
+            host="10.0.0.1",
+            port=1234,
+            router="tcp://[::1]:99",
+        )
+    )
+    assert isinstance(config, InstanceConfig)
+    assert (config.role, config.name, config.model.model, config.model.served_name) == (Role.DECODE, "d", "m", "s")
+    assert (config.model.dtype, config.model.max_model_len) == ("float16", 100)
+    assert (config.device.device, config.device.tp, config.device.threads) == ("cpu", 3, 2)
+    assert config.device.cores == (core,)
+    assert (config.kv.page_size, config.kv.num_pages, config.kv.kv_memory) == (32, None, 1.5 * 2**30)
+    assert config.kv.prefix_cache is False
+    assert (config.step.max_running, config.step.max_prefill_tokens) == (7, 64)
+    assert (config.link.transfer, config.link.transfer_devices) == ("tcp", ("eth0", "eth1"))
+    assert (config.link.host, config.link.port, config.link.router) == ("10.0.0.1", 1234, "tcp://[::1]:99")
+
+
+def test_defaults_are_the_configurations_own() -> None:
+    config = launch_config(LaunchOptions(role="prefill", name="p"))
+    assert config == InstanceConfig(role=Role.PREFILL, name="p")
+    assert launch_config(LaunchOptions(role="router")) == RouterConfig()
+
+
+def test_two_bare_launches_have_different_names() -> None:
+    first = launch_config(LaunchOptions(role="prefill"))
+    assert isinstance(first, InstanceConfig)
+    assert str(os.getpid()) in first.name
+
+
+def test_a_router_refuses_what_is_for_instances() -> None:
+    assert faults(LaunchOptions(role="router", tp=2, no_prefix_cache=True)) == [
+        "--tp 2 is for instances; a router has no use for it",
+        "--no-prefix-cache is for instances; a router has no use for it",
+    ]
+
+
+def test_two_ways_to_size_the_pool_are_one_too_many() -> None:
+    options = LaunchOptions(role="decode", num_pages=3, kv_memory="1GiB")
+    assert faults(options) == ["--num-pages 3 and --kv-memory 1GiB both size the pool"]
+
+
+def test_a_core_we_may_not_use_is_named() -> None:
+    assert faults(LaunchOptions(role="decode", cores=f"{ALLOWED[0]},9999")) == [
+        f"--cores names 9999; this process may use {show_cores(ALLOWED)}"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("0.8", 0.8), ("4GiB", 4 << 30), ("1.5g", 1.5 * (1 << 30)), ("512 MB", 512 << 20), ("1000000", 1e6)]
+    + [(text, None) for text in ("", "0", "-1", "GiB", "1 XB", "1e3")],
+)
+def test_sizes(text: str, size: float | None) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_cores_are_shown_as_they_are_read(seed: int) -> None:
+    chance = random.Random(seed)
+    cores = tuple(sorted(chance.sample(range(40), chance.randrange(1, 20))))
+    assert parse_cores(show_cores(cores)) == cores, f"seed={seed}"
+
+
+@pytest.mark.parametrize("text", ["", "a", "3-1", "1,,2", "-1", "1-2-3"])
+def test_malformed_cores(text: str) -> None:
+    assert parse_cores(text) is None
+
+
+# ---- serve -------------------------------------------------------------------------------------------------
+
+
+def test_the_bare_layout_is_a_router_a_prefill_and_a_decode() -> None:
+    router, *instances = launches(ServeOptions())
+    assert router.role == "router"
+    assert [(one.role, one.name, one.tp) for one in instances] == [
+        ("prefill", "prefill-0", 1),
+        ("decode", "decode-0", 1),
+    ]
+
+
+def test_instances_are_as_their_texts_say_and_share_the_rest() -> None:
+    options = ServeOptions(
+        prefill=["tp=2", f"tp=3,name=big,num-pages=9,threads=1,cores={ALLOWED[0]}"],
+        decode=[""],
+        page_size=8,
+        num_pages=5,
+        host="0.0.0.0",
+        device="cpu",
+    )
+    router, first, second, decode = launches(options)
+    assert (router.host, first.host) == ("0.0.0.0", "127.0.0.1")
+    assert (first.name, first.tp, first.num_pages, first.page_size) == ("prefill-0", 2, 5, 8)
+    assert (second.name, second.tp, second.num_pages, second.threads) == ("big", 3, 9, 1)
+    assert second.cores == str(ALLOWED[0])
+    assert (decode.name, decode.tp) == ("decode-0", 1)
+
+
+def test_bare_colocated_is_one_instance_of_both() -> None:
+    assert _with_empty_spec(["serve", "--colocated"]) == ["serve", "--colocated="]
+    assert _with_empty_spec(["serve", "--colocated", "model"]) == ["serve", "--colocated=", "model"]
+    assert _with_empty_spec(["--colocated", "--port=1"]) == ["--colocated=", "--port=1"]
+    assert _with_empty_spec(["--colocated", "tp=2"]) == ["--colocated", "tp=2"]
+    _, one = launches(ServeOptions(colocated=[""]))
+    assert (one.role, one.name) == ("colocated", "colocated-0")
+
+
+def test_serves_faults_are_told_at_once_and_say_which_instance() -> None:
+    options = ServeOptions(
+        prefill=["tp=0,speed=9", "tp=x", "name=a"], decode=["name=a"], restart="maybe", port=-1, dtype="int8"
+    )
+    assert faults(options) == [
+        "--dtype is 'int8', must be one of auto, float32, bfloat16, float16",
+        "--restart is 'maybe', must be one of always, never",
+        "--port is -1, must be 0 to 65535",
+        "--prefill \"tp=0,speed=9\": unknown key 'speed', known are tp, name, num-pages, threads, cores",
+        '--prefill "tp=0,speed=9": --tp is 0, must be at least 1',
+        '--prefill "tp=x": tp=x is no number',
+        "two instances are named a",
+    ]
+    lonely = ServeOptions(colocated=[""], prefill=[""])
+    assert faults(lonely) == ["beside --colocated, --prefill and --decode come in pairs or not at all"]
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_cores_are_shared_out_whole_and_fairly(seed: int) -> None:
+    chance = random.Random(seed)
+    cores = list(range(chance.randrange(1, 65)))
+    weights = [chance.randrange(1, 9) for _ in range(chance.randrange(1, 6))]
+    shares = share_cores(cores, weights)
+    if len(cores) < len(weights):
+        assert shares == [tuple(cores)] * len(weights), f"seed={seed}"
+        return
+    assert [core for share in shares for core in share] == cores, f"seed={seed}"
+    for share, weight in zip(shares, weights, strict=True):
+        fair = len(cores) * weight / sum(weights)
+        assert len(share) >= max(1, int(fair) - len(weights)), f"seed={seed}"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_childs_command_line_gives_its_options_back(seed: int) -> None:
+    chance = random.Random(seed)
+    sent = LaunchOptions(
+        role=chance.choice(["prefill", "decode", "colocated"]),
+        model=chance.choice([None, "-odd name", "/a b/c"]),
+        served_name=chance.choice([None, "x=y", "--tp"]),
+        tp=chance.choice([1, 2]),
+        cores=chance.choice([None, str(ALLOWED[0])]),
+        no_prefix_cache=chance.choice([True, False]),
+        kv_memory=chance.choice([None, "0.5"]),
+    )
+    got: list[LaunchOptions] = []
+
+    def keep(options: LaunchOptions) -> None:
+        got.append(options)
+
+    app = typer.Typer()
+    app.command()(as_command(keep, LaunchOptions))
+    app(as_arguments(sent), standalone_mode=False)
+    assert got == [sent], f"seed={seed}"
+
+
+def test_an_unwritable_cache_is_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("")
+    done = subprocess.run(
+        [sys.executable, "-m", "pd", "serve", "--port=0"],
+        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path / "taken")},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: cannot make the cache folder")
