@@ -8,7 +8,7 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pd.runtime.core.decode import DecodePart
@@ -110,14 +110,12 @@ class Inboxes:
         inbox = self._inboxes.get(handle)
         return self._move(inbox, Event.CANCEL, now=now) if inbox else None
 
-    def lose(self, lives: Iterable[Peer], now: float) -> list[Effect]:
-        """Those lives are over."""
-        effects: list[Effect] = []
-        for life in lives:
-            effects.append(Stamp(life.name, "lost", f"epoch {life.epoch}"))
-            reason = f"prefill instance {life.name} is lost"
-            for inbox in self._of(life):
-                effects += self._fail(inbox, Event.PEER_LOST, reason=reason, now=now)
+    def lose(self, life: Peer, now: float) -> list[Effect]:
+        """That life of a prefill instance is over."""
+        effects: list[Effect] = [Stamp(life.name, "lost", f"epoch {life.epoch}")]
+        reason = f"prefill instance {life.name} is lost"
+        for inbox in self._of(life):
+            effects += self._fail(inbox, Event.PEER_LOST, reason=reason, now=now)
         return effects
 
     def severed(self, answer: Severed, now: float) -> list[Effect]:

@@ -18,20 +18,38 @@ def life_of(hello: Hello) -> Peer:
 
 
 class Lives:
-    """Who lives. A severed life stays severed, whatever is said of it later: the transfer cannot undo it."""
+    """Who lives.
 
-    def __init__(self) -> None:
+    A life that another epoch of its name replaces is over at once. One that only vanishes from the list has
+    `vanished_s` to return: a restarted router hears of its instances one after the other.
+    A severed life stays severed, whatever is said of it later: the transfer cannot undo it.
+    """
+
+    def __init__(self, vanished_s: float) -> None:
+        self._vanished_s = vanished_s
         self._listed: dict[str, Hello] = {}
+        self._vanished: dict[str, tuple[Hello, float]] = {}  # and until when it may return
         self._severed: OrderedDict[Peer, None] = OrderedDict()
 
-    def update(self, peers: Iterable[Hello]) -> tuple[list[Hello], list[Peer]]:
-        """Take the router's whole list. Returns the lives that are new on it, and those that vanished from it."""
-        before = self._listed
-        self._listed = {hello.worker: hello for hello in peers}
-        known = {life_of(hello) for hello in before.values()}
-        new = [hello for hello in self._listed.values() if life_of(hello) not in known]
-        living = {life_of(hello) for hello in self._listed.values()}
-        return new, [life for life in map(life_of, before.values()) if life not in living]
+    def update(self, peers: Iterable[Hello], now: float) -> tuple[list[Hello], list[Peer]]:
+        """Take the router's whole list. Returns the lives that are new on it, and those that are over."""
+        listed = {hello.worker: hello for hello in peers}
+        until = now + self._vanished_s
+        known = {name: hello for name, (hello, _) in self._vanished.items()} | self._listed
+        self._vanished = {
+            name: self._vanished.get(name, (hello, until)) for name, hello in known.items() if name not in listed
+        }
+        self._listed = listed
+        new = [hello for name, hello in listed.items() if name not in known or known[name].epoch != hello.epoch]
+        lost = [life_of(known[hello.worker]) for hello in new if hello.worker in known]
+        return new, lost
+
+    def sweep(self, now: float) -> list[Peer]:
+        """Lives that are over because they vanished and did not return."""
+        lost = [life_of(hello) for hello, until in self._vanished.values() if now >= until]
+        for life in lost:
+            del self._vanished[life.name]
+        return lost
 
     def is_severed(self, life: Peer) -> bool:
         return life in self._severed

@@ -40,7 +40,7 @@ class Parts:
         self._pages = PrefixCache(PagePool(settings.num_pages), settings.page_size, enabled=settings.prefix_cache)
         self._flight = Flight(self._pages, num_slots=settings.step.max_running)
         self._tally = Tally(settings.num_ranks)
-        self._lives = Lives()
+        self._lives = Lives(settings.deadlines.vanished_s)
         self.decode: DecodePart | None = None
         self.prefill: PrefillPart | None = None
         self.inboxes: Inboxes | None = None
@@ -90,13 +90,9 @@ class Parts:
 
     def meet(self, peers: tuple[Hello, ...], now: float) -> list[Effect]:
         """The router's whole list of the other role's instances."""
-        new, lost = self._lives.update(peers)
-        effects: list[Effect] = []
-        if self.inboxes is not None:
-            effects += self.inboxes.lose(lost, now)
+        new, lost = self._lives.update(peers, now)
+        effects = self._lose(lost, now)
         if self.prefill is not None:
-            for life in lost:
-                effects += self.prefill.lose(life, now)
             for hello in new:
                 self.prefill.links.meet(hello, now)
             effects += self.prefill.links.sweep(now)
@@ -122,7 +118,7 @@ class Parts:
 
     def sweep(self, now: float) -> list[Effect]:
         """Look at all deadlines."""
-        effects: list[Effect] = []
+        effects = self._lose(self._lives.sweep(now), now)
         for part in (self.inboxes, self.prefill):
             effects += part.sweep(now) if part is not None else []
         launched_at, step_s = self._flight.oldest_launch(), self._settings.deadlines.step_s
@@ -188,6 +184,13 @@ class Parts:
         """Requests with a slot."""
         running = list(self.decode.running.values()) if self.decode is not None else []
         return running + (list(self.prefill.prompts.computing.values()) if self.prefill is not None else [])
+
+    def _lose(self, lives: list[Peer], now: float) -> list[Effect]:
+        effects: list[Effect] = []
+        for life in lives:
+            for part in (self.inboxes, self.prefill):
+                effects += part.lose(life, now) if part is not None else []
+        return effects
 
     def _step_done(self, done: StepDone, now: float) -> list[Effect]:
         effects: list[Effect] = []

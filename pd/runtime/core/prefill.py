@@ -77,7 +77,7 @@ class PrefillPart:
         if outbox is None:
             return None
         if outbox.life != sender:
-            return []
+            return [Stamp(str(handle), "stale", f"Stop from {sender.name}, epoch {sender.epoch}")]
         return self.fail(handle, Stage.TRANSFER, reason=f"{sender.name} stopped it", now=now)
 
     def fill(self, step: Step, now: float) -> list[Effect]:

@@ -27,6 +27,8 @@ class Deadlines:
     """For a Fenced: two steps of prefill may have to end first, and then their writes (`stopping_s`)."""
     remind_s: float = 0.5
     """Between two Stops, and between two Severs of a peer that could not be severed."""
+    vanished_s: float = 3.0
+    """For a peer to return to the router's list: a restarted router hears of all its instances within two Hellos."""
     attach_s: float = 1.0
     """From a broken transfer to the next try: one transient error must not part two instances for good."""
     step_s: float = 600.0
