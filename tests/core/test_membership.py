@@ -1,0 +1,256 @@
+"""Who lives, who may join, and who is told of whom."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pd.runtime.core.events import Effect, End, Peer, Received, Send, Tick
+from pd.runtime.wire.messages import (
+    Beat,
+    Bye,
+    Cancel,
+    Hello,
+    ModelCard,
+    Peers,
+    Refusal,
+    Reserve,
+    Role,
+    Welcome,
+    WhoAreYou,
+)
+from tests.core.routing import CARD, LAYOUT, Bench, decoding, hello, load, only_reserve, pair_bench, sent
+
+
+def told(effects: list[Effect], name: str) -> list[str] | None:
+    """Names in the last Peers sent to `name`; None if it was told nothing."""
+    lists = [[peer.worker for peer in message.peers] for to, message in sent(effects, Peers) if to == name]
+    return lists[-1] if lists else None
+
+
+def test_a_newcomer_is_welcomed_and_each_role_is_told_of_the_other() -> None:
+    bench = Bench()
+    effects = bench.join(hello("p0", Role.PREFILL))
+    assert sent(effects, Welcome) == [("p0", Welcome())] and told(effects, "p0") == []
+    effects = bench.join(hello("d0", Role.DECODE))
+    assert told(effects, "d0") == ["p0"] and told(effects, "p0") == ["d0"]
+    effects = bench.join(hello("d1", Role.DECODE))
+    assert told(effects, "p0") == ["d0", "d1"] and told(effects, "d0") is None
+    assert bench.brain.missing() == ()
+
+
+def test_colocated_instances_have_no_peers_and_serve_alone() -> None:
+    bench = Bench()
+    assert bench.brain.missing() == (Role.PREFILL, Role.DECODE)
+    effects = bench.join(hello("c0", Role.COLOCATED))
+    assert not sent(effects, Peers) and bench.brain.missing() == ()
+
+
+def test_a_repeated_hello_is_welcomed_again_and_changes_nothing() -> None:
+    bench = pair_bench()
+    handle = decoding(bench, "a")
+    effects = bench.join(hello("d0", Role.DECODE))
+    assert sent(effects, Welcome) == [("d0", Welcome())]
+    assert told(effects, "d0") == ["p0"] and told(effects, "p0") is None
+    assert not sent(effects, Cancel) and bench.brain._dispatch.answers["a"].handle == handle
+
+
+MISFITS: dict[str, tuple[Hello, tuple[str, ...]]] = {
+    "wire version": (hello("d1", Role.DECODE, wire_version=99), ("99", "1")),
+    "weights": (
+        hello("d1", Role.DECODE, model=ModelCard("tiny", "beef", 97, 256)),
+        ("'beef'", "'f00d'"),
+    ),
+    "name": (hello("d1", Role.DECODE, model=ModelCard("big", "f00d", 97, 256)), ("'big'", "'tiny'")),
+    "vocabulary": (hello("d1", Role.DECODE, model=ModelCard("tiny", "f00d", 98, 256)), ("98", "97")),
+    "layers": (hello("d1", Role.DECODE, layout=replace(LAYOUT, num_layers=3)), ("3", "2")),
+    "kv heads": (hello("d1", Role.DECODE, layout=replace(LAYOUT, num_kv_heads=4)), ("4", "2")),
+    "head dim": (hello("d1", Role.DECODE, layout=replace(LAYOUT, head_dim=16)), ("16", "8")),
+    "dtype": (hello("d1", Role.DECODE, layout=replace(LAYOUT, dtype="bfloat16")), ("'bfloat16'", "'float32'")),
+    "transfer": (hello("d1", Role.DECODE, transfer="tcp"), ("'tcp'", "'memory'")),
+    "role": (hello("d1", Role.ROUTER), ("router",)),
+}
+
+
+@pytest.mark.parametrize("what", MISFITS)
+def test_what_cannot_meet_is_refused_with_both_values_and_nobody_else_notices(what: str) -> None:
+    misfit, values = MISFITS[what]
+    bench = pair_bench()
+    handle = decoding(bench, "a")
+    effects = bench.join(misfit)
+    [(to, refusal)] = sent(effects, Refusal)
+    assert (to, refusal.epoch) == ("d1", "1")
+    assert all(value in refusal.reason for value in values), refusal.reason
+    assert not sent(effects, Peers) and not sent(effects, Welcome)
+    bench.tokens("d0", handle, 4, 71)
+    assert bench.answer_of("a") == [70, 71]
+
+
+def test_page_size_and_axis_order_may_differ() -> None:
+    bench = pair_bench()
+    other = replace(LAYOUT, page_size=16, order=("page", "layer", "head", "kv", "token", "dim"))
+    assert sent(bench.join(hello("d1", Role.DECODE, layout=other)), Welcome)
+
+
+def test_layouts_of_one_role_need_not_meet_but_the_model_must_be_the_same() -> None:
+    bench = Bench()
+    bench.join(hello("p0", Role.PREFILL))
+    assert sent(bench.join(hello("p1", Role.PREFILL, layout=replace(LAYOUT, dtype="float16"))), Welcome)
+    other = ModelCard("tiny", "beef", 97, 256)
+    assert sent(bench.join(hello("p2", Role.PREFILL, model=other)), Refusal)
+
+
+def test_an_instance_may_not_speak_for_another() -> None:
+    bench = pair_bench()
+    effects = bench.on(Received(Peer("x", "1"), hello("d0", Role.DECODE, epoch="7")))
+    [(to, refusal)] = sent(effects, Refusal)
+    assert to == "x" and "d0" in refusal.reason
+    assert not sent(effects, Peers)
+
+
+def test_a_restart_replaces_the_old_life_at_once_and_its_peers_are_told() -> None:
+    bench = pair_bench()
+    decoding(bench, "a")
+    effects = bench.join(hello("d0", Role.DECODE, epoch="2"))
+    [(_, peers)] = [each for each in sent(effects, Peers) if each[0] == "p0"]
+    assert [(peer.worker, peer.epoch) for peer in peers.peers] == [("d0", "2")]
+    assert only_reserve(effects)[1].handle.attempt == 1
+
+
+def test_a_late_hello_of_a_replaced_life_does_not_bring_it_back() -> None:
+    bench = pair_bench()
+    bench.join(hello("d0", Role.DECODE, epoch="2"))
+    effects = bench.on(Received(Peer("d0", "1"), hello("d0", Role.DECODE, epoch="1")))
+    assert effects == []
+    assert bench.on(Received(Peer("d0", "1"), Beat(load()))) == []
+
+
+def test_silence_makes_suspect_and_a_sound_makes_alive_again() -> None:
+    bench = pair_bench()
+    effects = bench.wait(3.2, beating=["p0"])
+    assert bench.brain.missing() == (Role.DECODE,)
+    assert told(effects, "p0") is None  # its peers keep it
+    bench.submit("a")
+    assert isinstance(bench.endings_of("a")[0], End)
+    bench.hear("d0", Beat(load()))
+    assert bench.brain.missing() == ()
+    assert only_reserve(bench.submit("b"))[0] == "d0"
+
+
+def test_longer_silence_is_death_and_that_life_cannot_come_back() -> None:
+    bench = pair_bench()
+    effects = bench.wait(10.2, beating=["p0"])
+    assert told(effects, "p0") == []
+    effects = bench.hear("d0", Beat(load()))
+    assert sent(effects, WhoAreYou) == [("d0", WhoAreYou())]
+    [(to, refusal)] = sent(bench.join(hello("d0", Role.DECODE)), Refusal)
+    assert (to, refusal.epoch) == ("d0", "1") and "start it again" in refusal.reason
+    assert sent(bench.join(hello("d0", Role.DECODE, epoch="2")), Welcome)
+
+
+def test_a_colocated_life_that_was_given_up_may_come_back_for_nobody_cut_it_off() -> None:
+    bench = Bench()
+    bench.join(hello("c0", Role.COLOCATED))
+    bench.wait(10.2, beating=[])
+    assert sent(bench.join(hello("c0", Role.COLOCATED)), Welcome)
+
+
+def test_our_own_pause_is_nobodys_silence() -> None:
+    bench = pair_bench()
+    bench.wait(0.2)
+    bench.now += 3600.0
+    effects = bench.on(Tick())
+    assert bench.brain.missing() == () and not sent(effects, Peers)
+    bench.wait(3.2, beating=[])
+    assert bench.brain.missing() == (Role.PREFILL, Role.DECODE)
+
+
+def test_a_stranger_is_asked_who_it_is_but_not_at_every_message() -> None:
+    bench = Bench()
+    stranger = Peer("d9", "1")
+    asked = []
+    for _ in range(30):
+        bench.now += 0.1
+        asked += sent(bench.on(Received(stranger, Beat(load()))), WhoAreYou)
+        bench.on(Tick())
+    assert 3 <= len(asked) <= 4 and {to for to, _ in asked} == {"d9"}
+
+
+def test_a_new_life_whose_hello_was_lost_is_asked() -> None:
+    bench = pair_bench()
+    assert sent(bench.on(Received(Peer("d0", "2"), Beat(load()))), WhoAreYou) == [("d0", WhoAreYou())]
+
+
+def test_who_says_bye_ends_what_it_runs_and_gets_nothing_new() -> None:
+    bench = pair_bench()
+    bench.join(hello("d1", Role.DECODE))
+    name, reserve = only_reserve(bench.submit("a"))
+    effects = bench.hear(name, Bye("SIGTERM"))
+    assert not sent(effects, Cancel)
+    for index in range(4):
+        assert only_reserve(bench.submit(f"b{index}"))[0] != name
+    bench.reserved(name, reserve.handle)
+    bench.first("p0", reserve.handle, 3, 70)
+    bench.tokens(name, reserve.handle, 4, 71)
+    assert bench.answer_of("a") == [70, 71]
+    others = [other for other in bench.lives if other != name]
+    effects = bench.wait(3.2, beating=others)
+    assert told(effects, "p0") == [other for other in ("d0", "d1") if other != name]
+    assert [message.handle.attempt for _, message in sent(effects, Reserve) if message.handle.request_id == "a"] == [1]
+
+
+def test_peers_are_said_again_now_and_then() -> None:
+    bench = pair_bench()
+    effects = bench.wait(11.0)
+    assert len([1 for to, _ in sent(effects, Peers) if to == "p0"]) == 2
+
+
+def test_the_card_has_the_smallest_limit_of_the_living() -> None:
+    bench = Bench()
+    assert bench.brain.card() is None
+    bench.join(hello("p0", Role.PREFILL))
+    assert bench.brain.card() == CARD
+    small = ModelCard("tiny", "f00d", 97, 100)
+    bench.join(hello("d0", Role.DECODE, model=small), hello("d1", Role.DECODE))
+    assert bench.brain.card() == small
+
+
+def test_state_tells_who_lives_and_is_plain() -> None:
+    bench = pair_bench()
+    decoding(bench, "a")
+    bench.wait(0.1)
+    state = bench.brain.state()
+    assert state["requests"] == {"queued": 0, "reserving": 0, "prefilling": 0, "decoding": 1}
+    instances = state["instances"]
+    assert isinstance(instances, list)
+    assert [(each["name"], each["standing"], each["num_assigned"]) for each in instances] == [
+        ("p0", "alive", 1),
+        ("d0", "alive", 1),
+    ]
+
+
+def test_thousands_come_and_go_and_little_is_remembered() -> None:
+    bench = pair_bench()
+    for epoch in range(2, 6000):
+        bench.lives["d0"] = Peer("d0", str(epoch))
+        bench.brain.on(Received(bench.lives["d0"], hello("d0", Role.DECODE, epoch=str(epoch))), bench.now)
+    bench.brain.check()
+    assert len(bench.brain._members._ended) <= 4096
+
+
+def test_load_beyond_what_we_gave_weighs_too() -> None:
+    """It is left over from another life of the router."""
+    bench = pair_bench()
+    bench.join(hello("d1", Role.DECODE))
+    bench.hear("d0", Beat(load(num_running=5)))
+    assert [only_reserve(bench.submit(str(i)))[0] for i in range(5)] == ["d1"] * 5
+    assert only_reserve(bench.submit("last"))[0] == "d0"
+
+
+def test_nothing_is_sent_to_the_dead() -> None:
+    bench = pair_bench()
+    decoding(bench, "a")
+    effects = bench.wait(10.2, beating=["p0"])
+    assert "d0" not in [e.to for e in bench.wait(1.0, beating=["p0"]) if isinstance(e, Send)]
+    assert sent(effects, Cancel)  # while it was only suspect
