@@ -22,8 +22,8 @@ class _Waiting:
 
 
 class FakeTransport:
-    """See `Transport`. A job ends after 0..max_polls polls and fails with probability `fail_rate`; a peer's jobs
-    stay in order. The same seed and calls give the same completions, which all say they took 0 seconds."""
+    """See `Transport`. A job ends after 0..max_polls polls and fails with probability `fail_rate`; one peer's
+    jobs stay in order. The same seed and calls give the same completions, all after 0 seconds."""
 
     name = "fake"
 

@@ -225,9 +225,7 @@ def fingerprint(layout: KVLayout) -> str:
 def check_can_meet(ours: KVLayout, theirs: KVLayout, *, peer: str = "peer") -> None:
     """Raise LayoutMismatch, printing both values, for what no copy can bridge."""
     mine, its = _must_agree(ours), _must_agree(theirs)
-    faults = [
-        f"{name}: theirs is {its[name]}, ours is {mine[name]}" for name in mine if its[name] != mine[name]
-    ]
+    faults = [f"{name}: theirs is {its[name]}, ours is {mine[name]}" for name in mine if its[name] != mine[name]]
     if faults:
         raise LayoutMismatch(f"the KV of {peer} cannot meet ours: " + "; ".join(faults))
 

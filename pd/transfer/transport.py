@@ -5,10 +5,13 @@ Rules
 2. No call blocks: connecting, writing and reading go on elsewhere; `poll` tells what ended. `wake_fd` becomes
    readable whenever `poll` has something to say.
 3. A job ends exactly once: `JobDone` after its last byte is visible at its destination, or `JobFailed` after no
-   byte of it can move any more. A lost peer fails each of its jobs before `PeerLost` is reported.
-4. A peer's bytes land inside its destination's registered region or nowhere: offsets are checked by the side that
+   byte of it can move any more. A lost peer fails each of its jobs before `PeerLost` is reported; of those, bytes
+   already with the network may still land until the peer ends or severs us, so pages wait for its fate, not ours.
+   A lost peer may be connected again.
+4. Writes to one peer take effect in the order given.
+5. A peer's bytes land inside its destination's registered region or nowhere: offsets are checked by the side that
    owns the memory wherever the backend lets it, else by the side that writes.
-5. `sever(peer)` answers True only when, from its return on, nothing of that peer can write into our region.
+6. `sever(peer)` answers True only when, from its return on, nothing of that peer can write into our region.
 """
 
 from __future__ import annotations
@@ -76,7 +79,11 @@ class Transport(Protocol):
         """Begin to reach `peer`. Jobs may be given at once; they wait. Raises TransferError on a malformed endpoint."""
 
     def write(self, peer: str, spans: Sequence[Span], *, job: int) -> None:
-        """Copy spans of our region (`src`) into the peer's (`dst`). Raises TransferError if the queue is full or the peer unknown."""
+        """Copy spans of our region (`src`) into the peer's (`dst`).
+
+        Raises TransferError, and the job never begins, if a span leaves a region, the queue is full, or the peer is
+        unknown or lost.
+        """
 
     def read(self, peer: str, spans: Sequence[Span], *, job: int) -> None:
         """Copy spans of the peer's region (`src`) into ours (`dst`)."""
@@ -85,7 +92,12 @@ class Transport(Protocol):
         """Everything that ended since the last call, in order."""
 
     def sever(self, peer: str) -> bool:
-        """Cut `peer` off for good, both ways. True: nothing of it can write here any more. False: it may; quarantine."""
+        """Cut `peer` off for good, both ways. True: nothing of it can write here any more. False: it may; quarantine.
+
+        `peer` is the name given to `connect`, or the peer's own `me`; a peer that writes to us without our having
+        connected is known by that one only. Its jobs fail; no `PeerLost` follows, as we wanted it. Waits shortly
+        for the thread that moves bytes to let go.
+        """
 
     def close(self) -> None:
         """Fail what is in flight, free the region, leave nothing behind. Idempotent."""

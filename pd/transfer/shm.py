@@ -1,0 +1,171 @@
+"""Transfer between processes of one host: one-sided copies straight into the peer's pool.
+
+The region is a memfd, which no file system holds by a name, so nothing is left behind even after kill -9. A peer
+opens it through /proc/<pid>/fd/<fd> once host, container, process life and inode are seen to be the endpoint's.
+One more page behind the region tells writers that its owner has closed it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from pd.transfer.host import Life, is_dead, this_life, why_elsewhere
+from pd.transfer.outbox import Outbox
+from pd.transfer.region import Region, check_size, check_spans
+from pd.transfer.shm_worker import CLOSED, DOOR_NBYTES, Peer, ShmWorker, Source, Task, door_offset, open_source
+from pd.transfer.transport import Completion, Span, TransferError
+
+MAX_JOBS = 4096
+"""Waiting for one peer; more are refused. A step gives each peer a few, so this many means a stuck worker."""
+
+SEVER_TIMEOUT_S = 5.0
+"""For the worker to let go of a peer: it looks up every 32 MiB, so only a stuck host takes longer."""
+
+
+class ShmEndpoint(msgspec.Struct, frozen=True, array_like=True, tag="shm"):
+    me: str
+    life: Life
+    source: Source
+
+
+class ShmTransport:
+    """See `Transport`. `sever` cannot unmap our region from a peer: it answers True if the peer's death is proven."""
+
+    name = "shm"
+
+    def __init__(self, *, me: str, outbox: Outbox | None = None) -> None:
+        self.me = me
+        self._life = this_life()
+        self._outbox = outbox or Outbox()
+        self.wake_fd = self._outbox.wake_fd
+        self._owns_outbox = outbox is None
+        self._memory: mmap.mmap | None = None
+        self._region: Region | None = None
+        self._fd = -1
+        self._worker: ShmWorker | None = None
+        self._peers: dict[str, tuple[ShmEndpoint, Peer]] = {}
+        self._severed: set[str] = set()
+
+    def allocate(self, nbytes: int) -> memoryview:
+        check_size(nbytes)
+        if self._memory is not None:
+            raise TransferError(f"{self.me} has a region already")
+        door = door_offset(nbytes)
+        fd = os.memfd_create("pd-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, door + DOOR_NBYTES)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            self._memory = mmap.mmap(fd, door + DOOR_NBYTES)
+        except (OSError, OverflowError) as error:
+            os.close(fd)
+            raise TransferError(f"cannot allocate a region of {nbytes} bytes: {error}") from error
+        self._fd = fd
+        self._region = Region(self._memory, nbytes)
+        return self._region.view
+
+    def register(self, address: int, nbytes: int) -> None:
+        raise TransferError(
+            f"shm reaches memory that it allocates, not the {nbytes} bytes at {address:#x} made elsewhere"
+        )
+
+    def endpoint(self) -> bytes:
+        region = self._own_region()
+        source = Source(self._life.pid, self._fd, os.fstat(self._fd).st_ino, region.nbytes)
+        return msgspec.msgpack.encode(ShmEndpoint(self.me, self._life, source))
+
+    def connect(self, peer: str, endpoint: bytes) -> None:
+        there = decode(peer, endpoint)
+        region = self._own_region()
+        if (reason := why_elsewhere(there.life, self._life)) is not None:
+            raise TransferError(f"shm cannot reach {peer}: it runs {reason}")
+        if peer in self._severed or there.me in self._severed:
+            raise TransferError(f"{peer} was severed; a new life of it has a new name")
+        if peer in self._peers and not self._peers[peer][1].is_gone:
+            return
+        if self._worker is None:
+            self._worker = ShmWorker(region.address, self._outbox)
+        known = Peer(peer, there.life, there.source)
+        self._peers[peer] = (there, known)
+        self._worker.add(known)
+
+    def write(self, peer: str, spans: Sequence[Span], *, job: int) -> None:
+        self._take(peer, spans, job, is_read=False)
+
+    def read(self, peer: str, spans: Sequence[Span], *, job: int) -> None:
+        self._take(peer, spans, job, is_read=True)
+
+    def poll(self) -> list[Completion]:
+        return self._outbox.drain()
+
+    def sever(self, peer: str) -> bool:
+        endpoint, known = self._peers.pop(peer, (None, None))
+        self._severed.add(peer)
+        if endpoint is None or known is None or self._worker is None:
+            return False  # nobody told us which process that is
+        self._severed.add(endpoint.me)
+        self._worker.cut(known, "severed here")
+        known.has_left.wait(SEVER_TIMEOUT_S)
+        return is_dead(endpoint.life, self._life)
+
+    def close(self) -> None:
+        if self._worker is not None:
+            self._worker.stop("transport closed")
+            self._worker = None
+        self._peers.clear()
+        if self._memory is not None and self._region is not None:
+            self._memory[door_offset(self._region.nbytes)] = CLOSED
+            self._region.close()
+            with contextlib.suppress(BufferError):  # a tensor stands on it; the memory goes when the tensor does
+                self._memory.close()
+            os.close(self._fd)
+            self._memory = self._region = None
+        if self._owns_outbox:
+            self._outbox.close()
+
+    def _own_region(self) -> Region:
+        if self._region is None:
+            raise TransferError(f"{self.me} has no region: not allocated yet, or closed")
+        return self._region
+
+    def _take(self, peer: str, spans: Sequence[Span], job: int, *, is_read: bool) -> None:
+        ours = self._own_region().nbytes
+        endpoint, known = self._peers.get(peer, (None, None))
+        if endpoint is None or known is None or self._worker is None:
+            raise TransferError(f"unknown peer {peer}")
+        theirs = endpoint.source.nbytes
+        src, dst = (theirs, ours) if is_read else (ours, theirs)
+        nbytes = check_spans(spans, src_nbytes=src, dst_nbytes=dst)
+        task = Task(job, tuple(spans), is_read, nbytes, time.monotonic())
+        if not known.give(task, limit=MAX_JOBS):
+            raise TransferError(f"{peer} is lost, or {MAX_JOBS} jobs wait for it already")
+        self._worker.ring()
+
+
+def decode(peer: str, endpoint: bytes) -> ShmEndpoint:
+    """Raises TransferError on anything but a sound endpoint of this backend."""
+    try:
+        there = msgspec.msgpack.decode(endpoint, type=ShmEndpoint)
+    except msgspec.MsgspecError as error:
+        raise TransferError(f"{peer} sent no shm endpoint: {error}") from error
+    if there.source.pid < 1 or there.source.pid != there.life.pid or there.source.nbytes < 1:
+        raise TransferError(f"{peer} sent a broken shm endpoint: {there}")
+    return there
+
+
+def why_unreachable(there: ShmEndpoint) -> str | None:
+    """Why this process cannot map that region, for a person; None where it can."""
+    reason = why_elsewhere(there.life, this_life())
+    if reason is not None:
+        return reason
+    try:
+        os.close(open_source(there.source))
+    except OSError as error:
+        return f"its memory cannot be opened: {error}"
+    return None

@@ -1,0 +1,191 @@
+"""One non-blocking connection, and the selector that watches many of them.
+
+Rules
+1. All of it belongs to one thread; no call waits.
+2. Bytes go from and to the caller's memory without a copy of ours: `sendmsg` and `recvmsg_into` take its pieces.
+3. A turn moves a bounded amount, so that one fast peer does not keep the others waiting.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import selectors
+import socket
+import struct
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol
+
+_PIECES = 256
+"""Of one system call; a piece of a page is mostly over 100 KB, so this is rarely the limit."""
+_CALLS = 4
+"""System calls of one turn; a call moves what the kernel's socket buffer holds, a few MiB at most."""
+
+
+class Link:
+    """A connected or connecting socket. What comes in is asked for by `expect`, what goes out is queued."""
+
+    def __init__(self, sock: socket.socket, *, is_connecting: bool, checks_reset: bool) -> None:
+        """`checks_reset`: once the other end has aborted, take nothing more from the kernel's buffer either."""
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for option, value in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3)):
+            sock.setsockopt(socket.IPPROTO_TCP, option, value)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self.sock = sock
+        self.is_connecting = is_connecting
+        self._checks_reset = checks_reset
+        self._queue: deque[Iterator[memoryview]] = deque()
+        self._window: deque[memoryview] = deque()  # taken from the queue, not yet with the kernel
+        self._wanted: deque[memoryview] = deque()
+        self._then: Callable[[], None] = _nothing
+
+    @property
+    def num_queued(self) -> int:
+        """Messages not yet wholly with the kernel."""
+        return len(self._queue)
+
+    @property
+    def events(self) -> int:
+        """What to wait for; reading rests while many answers wait to be written."""
+        if self.is_connecting:
+            return selectors.EVENT_WRITE
+        reads = selectors.EVENT_READ if self.num_queued < 64 else 0
+        return reads | (selectors.EVENT_WRITE if self._queue or self._window else 0)
+
+    def queue(self, pieces: Iterable[memoryview | bytes]) -> None:
+        """Send these after all queued before; pieces are taken only when there is room for them."""
+        self._queue.append(memoryview(piece) for piece in pieces)
+
+    def expect(self, pieces: Iterable[memoryview], then: Callable[[], None]) -> None:
+        """Fill these next, then call; `then` says what to expect after."""
+        self._wanted.extend(pieces)
+        self._then = then
+
+    def finish_connecting(self) -> None:
+        """Raises OSError if the connection did not come about."""
+        _raise_pending(self.sock)
+        self.is_connecting = False
+
+    def send(self) -> int:
+        """Bytes given to the kernel now. Raises OSError when the connection is broken."""
+        total = 0
+        for _ in range(_CALLS):
+            self._fill_window()
+            if not self._window:
+                break
+            try:
+                num_sent = self.sock.sendmsg(list(itertools.islice(self._window, _PIECES)))
+            except BlockingIOError:
+                break
+            _advance(self._window, num_sent)
+            total += num_sent
+        return total
+
+    def receive(self) -> int:
+        """Bytes taken now. Raises OSError when the connection is broken or ended, and whatever `then` raises."""
+        total = 0
+        for _ in range(_CALLS):
+            if self._checks_reset:
+                _raise_pending(self.sock)
+            try:
+                num_received = self.sock.recvmsg_into(list(itertools.islice(self._wanted, _PIECES)))[0]
+            except BlockingIOError:
+                break
+            if num_received == 0:
+                raise ConnectionResetError("the other end closed the connection")
+            _advance(self._wanted, num_received)
+            total += num_received
+            while not self._wanted:
+                self._then()
+        return total
+
+    def abort(self) -> None:
+        """Throw away what is unsent and let the other end see a reset, not an orderly end."""
+        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.close()
+
+    def close(self) -> None:
+        self.sock.close()
+        self._queue.clear()
+        self._window.clear()
+        self._wanted.clear()
+
+    def _fill_window(self) -> None:
+        while self._queue and len(self._window) < _PIECES:
+            piece = next(self._queue[0], None)
+            if piece is None:
+                self._queue.popleft()
+            elif piece.nbytes:
+                self._window.append(piece)
+
+
+class Session(Protocol):
+    """Who stands behind a link."""
+
+    link: Link
+
+    def progressed(self, now: float) -> None:
+        """Bytes moved."""
+
+    def connected(self) -> None:
+        """The connection that was begun is there."""
+
+    def misspoke(self, reason: str, now: float) -> None:
+        """Its other end spoke nonsense, or refused us."""
+
+    def broken(self, reason: str, now: float) -> None:
+        """The link failed, or is to end: detach it and close it."""
+
+
+class Mux:
+    """The selector, and which of its sessions changed what they wait for."""
+
+    def __init__(self) -> None:
+        self.selector = selectors.DefaultSelector()
+        self._changed: set[Session] = set()
+        self._events: dict[Session, int] = {}
+
+    def attach(self, session: Session) -> None:
+        self._events[session] = session.link.events
+        self.selector.register(session.link.sock, session.link.events, session)
+
+    def touch(self, session: Session) -> None:
+        """It may wait for something else now."""
+        self._changed.add(session)
+
+    def settle(self) -> None:
+        """Tell the kernel of the changes; before each wait."""
+        for session in self._changed:
+            if session in self._events and self._events[session] != session.link.events:
+                self._events[session] = session.link.events
+                self.selector.modify(session.link.sock, session.link.events, session)
+        self._changed.clear()
+
+    def detach(self, session: Session) -> None:
+        """Before its socket is closed."""
+        if self._events.pop(session, None) is not None:
+            self.selector.unregister(session.link.sock)
+
+    def __contains__(self, session: Session) -> bool:
+        return session in self._events
+
+
+def _advance(pieces: deque[memoryview], nbytes: int) -> None:
+    while nbytes:
+        first = pieces.popleft()
+        if first.nbytes > nbytes:
+            pieces.appendleft(first[nbytes:])
+            return
+        nbytes -= first.nbytes
+
+
+def _raise_pending(sock: socket.socket) -> None:
+    code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    if code:
+        raise OSError(code, os.strerror(code))
+
+
+def _nothing() -> None:
+    raise AssertionError("a link was read before anything was expected")

@@ -1,0 +1,138 @@
+"""The accepting end of one connection: puts a peer's bytes into our region, and hands ours out.
+
+Nothing is believed before the hello's secret is right, nor any entry before all of its frame's table is checked.
+"""
+
+from __future__ import annotations
+
+import hmac
+import socket
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from pd.transfer.region import Region
+from pd.transfer.tcp_frames import (
+    ENTRY_NBYTES,
+    HEADER_NBYTES,
+    HELLO_NBYTES,
+    Entry,
+    Frame,
+    FrameError,
+    Hello,
+    Kind,
+    pack,
+    pack_refusal,
+    unpack,
+    unpack_entries,
+    unpack_hello,
+)
+from pd.transfer.tcp_link import Link, Mux
+
+_LINGER_S = 1.0
+"""For a refused peer to read why; what it sends meanwhile is thrown away."""
+
+
+class House(Protocol):
+    """What a served connection needs of its transport."""
+
+    secret: bytes
+    region: Region
+    mux: Mux
+
+    def admit(self, served: Served, generation: int) -> str | None:
+        """Why this peer may not come in; None if it may. Ends its connections of lower generations first."""
+
+    def forget(self, served: Served) -> None:
+        """It is over."""
+
+
+class Served:
+    """A `Session`. `deadline` is when to end it unless it got on; None: it may stay."""
+
+    def __init__(self, sock: socket.socket, house: House, *, deadline: float) -> None:
+        self.link = Link(sock, is_connecting=False, checks_reset=True)
+        self.name: str | None = None  # the initiator's `me`, once admitted
+        self.deadline: float | None = deadline
+        self._house = house
+        self._hello = bytearray(HELLO_NBYTES)
+        self._header = bytearray(HEADER_NBYTES)
+        self.link.expect([memoryview(self._hello)], self._on_hello)
+
+    def progressed(self, now: float) -> None:
+        self._house.mux.touch(self)
+
+    def connected(self) -> None:
+        """Accepted connections are from the start."""
+
+    def broken(self, reason: str, now: float) -> None:
+        self._house.mux.detach(self)
+        self._house.forget(self)
+        self.link.close()
+
+    def misspoke(self, reason: str, now: float) -> None:
+        """Say why, take nothing more in, and end soon."""
+        self._house.forget(self)
+        self.deadline = now + _LINGER_S
+        self.link.queue([pack_refusal(reason)])
+        self._house.mux.touch(self)
+        self._discard()
+
+    def _discard(self) -> None:
+        self.link.expect([memoryview(bytearray(1 << 16))], self._discard)
+
+    def _on_hello(self) -> None:
+        hello = unpack_hello(bytes(self._hello))
+        if not hmac.compare_digest(hello.secret, self._house.secret):
+            raise FrameError("wrong secret: this is another life of the process, or another process")
+        name = bytearray(hello.name_nbytes)
+        self.link.expect([memoryview(name)], lambda: self._on_name(hello, name))
+
+    def _on_name(self, hello: Hello, name: bytearray) -> None:
+        self.name = name.decode(errors="replace")
+        refusal = self._house.admit(self, hello.generation)
+        if refusal is not None:
+            raise FrameError(refusal)
+        self.deadline = None
+        self._answer(Frame(Kind.WELCOME, True, 0, 0, self._house.region.nbytes))
+        self._expect_header()
+
+    def _expect_header(self) -> None:
+        self.link.expect([memoryview(self._header)], self._on_header)
+
+    def _on_header(self) -> None:
+        frame = unpack(bytes(self._header))
+        if frame.kind not in (Kind.WRITE, Kind.READ):
+            raise FrameError(f"an initiator does not send {frame.kind.name}")
+        table = bytearray(frame.num_entries * ENTRY_NBYTES)
+        if table:
+            self.link.expect([memoryview(table)], lambda: self._on_table(frame, table))
+        else:
+            self._on_table(frame, table)
+
+    def _on_table(self, frame: Frame, table: bytearray) -> None:
+        entries = unpack_entries(frame, bytes(table), self._house.region.nbytes)
+        if frame.kind is Kind.READ:
+            data = Frame(Kind.DATA, frame.is_last, 0, frame.ticket, frame.nbytes)
+            self.link.queue(self._data(data, entries))
+            self._expect_header()
+        elif entries:
+            view = self._house.region.view
+            pieces = [view[offset : offset + nbytes] for offset, nbytes in entries]
+            self.link.expect(pieces, lambda: self._on_payload(frame))
+        else:
+            self._on_payload(frame)
+
+    def _on_payload(self, frame: Frame) -> None:
+        if frame.is_last:
+            self._answer(Frame(Kind.ACK, True, 0, frame.ticket, 0))
+        self._expect_header()
+
+    def _data(self, frame: Frame, entries: Sequence[Entry]) -> Iterator[memoryview]:
+        yield memoryview(pack(frame))
+        view = self._house.region.view
+        for offset, nbytes in entries:
+            yield view[offset : offset + nbytes]
+
+    def _answer(self, frame: Frame) -> None:
+        self.link.queue([pack(frame)])
+        self._house.mux.touch(self)
