@@ -254,6 +254,7 @@ def _nucleus_floor(logits_NV: Tensor, floor_N: Tensor, top_p_N: Tensor) -> Tenso
     weight_NV = (logits_NV - best_N1).exp_().masked_fill_(logits_NV < floor_N[:, None], 0.0)
     # In float64, so that no order of summation (threads, batch) can move the border.
     enough_N1 = weight_NV.sum(dim=-1, keepdim=True, dtype=torch.float64) * top_p_N[:, None]
+    enough_N1.masked_fill_(top_p_N[:, None] >= 1.0, 0.0)
     num_vocab = logits_NV.shape[1]
     # A GPU sorts all of it sooner than it could tell the host whether a part was enough.
     num_candidates = FIRST_CANDIDATES if logits_NV.device.type == "cpu" else num_vocab
