@@ -122,3 +122,20 @@ class Loopback(Answer, frozen=True):
     timings: tuple[Timing, ...]
     error: str
     note: str = ""
+
+
+class Visit(Answer, frozen=True):
+    """What a visit to another host's doctor found. MTUs and packet sizes in bytes, IP headers included."""
+
+    error: str  # "": the visit went through
+    interface: str = ""  # ours, that leads there
+    here: dict[str, str] = {}
+    there: dict[str, str] = {}
+    latency_s: float = 0.0  # a round trip
+    skew_s: float = 0.0  # their clock minus ours
+    out: str = ""  # connecting to a fresh port there; "" went
+    back: str = ""  # and from there to here
+    mtu_here: int | None = None
+    mtu_there: int | None = None
+    whole_out: int = 0  # the largest uncut packet that arrived there; 0: none did
+    whole_back: int = 0

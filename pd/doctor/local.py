@@ -19,6 +19,8 @@ COMMAND_S = 5.0
 """nvidia-smi with a sleeping driver takes 2 to 3 s."""
 ASK_S = 30.0
 """Importing torch from a cold network disk takes tens of seconds; anything longer hangs."""
+QUIET = {"NIXL_LOG_LEVEL": "ERROR", "UCX_LOG_LEVEL": "fatal", "GLOG_minloglevel": "3", "MC_LOG_LEVEL": "ERROR"}
+"""For libraries that are asked: their last words are read, not their greetings."""
 LARGEST_FILE = 4 << 20
 """Bytes: /proc/kallsyms is about 12 MB and is searched by commands, everything else is far smaller."""
 
@@ -91,6 +93,7 @@ class ThisMachine:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
+            env={**QUIET, **os.environ},
         )
         try:
             out, err = process.communicate(timeout=ASK_S)

@@ -17,11 +17,10 @@ def main() -> int:
     answer_to = os.dup(1)
     os.dup2(2, 1)  # libraries greet on standard output
     try:
-        module = importlib.import_module(f"pd.doctor.ask.{name}")
+        answer = importlib.import_module(f"pd.doctor.ask.{name}").answer(*arguments)
     except ModuleNotFoundError as error:
         print(f"No module named {error.name}", file=sys.stderr)  # noqa: T201
         return MISSING
-    answer = module.answer(*arguments)
     with os.fdopen(answer_to, "wb") as pipe:
         pipe.write(msgspec.json.encode(answer))
     sys.stderr.flush()
