@@ -167,10 +167,10 @@ Options = TypeVar("Options", bound=SharedOptions)
 class GroupedHelp(TyperCommand):
     """A command whose help shows its options by panel."""
 
-    def format_options(self, ctx: Any, formatter: Any) -> None:
+    def format_options(self, context: Any, formatter: Any) -> None:
         for panel in _PANELS:
             members = [param for param in self.params if getattr(param, "rich_help_panel", None) == panel]
-            records = [param.get_help_record(ctx) for param in members]
+            records = [param.get_help_record(context) for param in members]
             if lines := [record for record in records if record is not None]:
                 with formatter.section(panel or "Arguments"):
                     formatter.write_dl(lines)

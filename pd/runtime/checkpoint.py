@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO
 
 from rich.console import Console
 from rich.progress import Progress as Bar
@@ -74,9 +75,7 @@ def served_name(model: str | None) -> str:
 
 def _checked(path: Path) -> Path:
     if not path.is_dir():
-        raise ConfigError(
-            f"model {path} is a file", hint="give the directory that holds config.json and *.safetensors"
-        )
+        raise ConfigError(f"model {path} is a file", hint="give the directory that holds config.json and *.safetensors")
     faults = [
         f"model directory {path} has no {wanted}"
         for wanted in ("config.json", "*.safetensors")
@@ -160,18 +159,22 @@ def _locked(path: Path) -> Iterator[None]:
     """Hold a lock on `path`; the kernel frees it when the holder dies. Raises ConfigError after _LOCK_S."""
     deadline = time.monotonic() + _LOCK_S
     with path.open("w") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise ConfigError(
-                        f"another process has been preparing {DEFAULT_NAME} for {_LOCK_S:.0f} s",
-                        hint=f"see who holds {path}",
-                    ) from None
-                time.sleep(0.05)
+        while not _try_lock(file):
+            if time.monotonic() > deadline:
+                raise ConfigError(
+                    f"another process has been preparing {DEFAULT_NAME} for {_LOCK_S:.0f} s",
+                    hint=f"see who holds {path}",
+                )
+            time.sleep(0.05)
         yield
+
+
+def _try_lock(file: TextIO) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 # ---- is a folder whole? ------------------------------------------------------------------------------------
@@ -214,13 +217,9 @@ def _from_hub(model: str) -> Path:
         HfApi().model_info(model, timeout=_HUB_S)
         return _checked(Path(snapshot_download(model, allow_patterns=_HUB_FILES)))
     except HFValidationError as error:
-        raise ConfigError(
-            f"{model} is neither a directory nor a model's name on a hub", hint=local
-        ) from error
+        raise ConfigError(f"{model} is neither a directory nor a model's name on a hub", hint=local) from error
     except RepositoryNotFoundError as error:
-        raise ConfigError(
-            f"the hub has no model {model}", hint=f"check the name, log in, or {local}"
-        ) from error
+        raise ConfigError(f"the hub has no model {model}", hint=f"check the name, log in, or {local}") from error
     except (ClientError, OSError) as error:  # no route, refused, too slow, offline mode
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(
