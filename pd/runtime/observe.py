@@ -1,12 +1,88 @@
-"""A request's life as log lines and metrics. Reads stamps and effects; decides nothing."""
+"""A request's life as log lines and metrics. Reads events and effects; decides nothing.
+
+Metric names follow the field's: TTFT, ITL, E2E, tokens in and out. One registry a router,
+handed in, never the global one.
+"""
 
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 
-from pd.runtime.core.events import Stamp
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from pd.runtime.core.events import Emit, End, Stamp, Submit
+from pd.runtime.wire.messages import Load
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+_LOUD = frozenset({"joined", "left", "lost", "refused", "unreachable", "draining", "nonsense", "unexpected"})
+"""Stamps about instances that a person wants to see; those of single requests are INFO all the same."""
 
 
 def log_stamp(log: logging.Logger, stamp: Stamp) -> None:
     """One line an event of a request's life, the subject first."""
-    log.info("%s %s %s", stamp.subject, stamp.what, stamp.detail)
+    level = logging.WARNING if stamp.what in _LOUD else logging.INFO
+    log.log(level, "%s %s %s", stamp.subject, stamp.what, stamp.detail)
+
+
+@dataclass(slots=True)
+class _Life:
+    received: float  # seconds of the router's monotonic clock
+    last_token: float | None = None
+
+
+class RouterMetrics:
+    """What the router counts about requests and instances."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._lives: dict[str, _Life] = {}
+        self._ttft = Histogram("pd_ttft_seconds", "Request to first token", buckets=_SECONDS, registry=registry)
+        self._itl = Histogram("pd_itl_seconds", "Token to next token", buckets=_SECONDS, registry=registry)
+        self._e2e = Histogram("pd_e2e_seconds", "Request to last token", buckets=_SECONDS, registry=registry)
+        self._prompt = Counter("pd_prompt_tokens", "Prompt tokens received", registry=registry)
+        self._cached = Counter("pd_cached_tokens", "Prompt tokens found in a prefix cache", registry=registry)
+        self._answer = Counter("pd_answer_tokens", "Answer tokens sent to clients", registry=registry)
+        self._ended = Counter("pd_requests", "Requests by their ending", ["ending"], registry=registry)
+        self._open = Gauge("pd_requests_open", "Requests without an ending yet", registry=registry)
+        self._running = Gauge("pd_instance_running", "Requests with a slot", ["instance"], registry=registry)
+        self._waiting = Gauge("pd_instance_waiting", "Requests queued", ["instance"], registry=registry)
+        self._pages = Gauge("pd_instance_pages", "Pages of the pool", ["instance"], registry=registry)
+        self._free = Gauge("pd_instance_free_pages", "Pages nobody holds", ["instance"], registry=registry)
+
+    def submitted(self, submit: Submit, now: float) -> None:
+        self._lives[submit.request_id] = _Life(now)
+        self._prompt.inc(len(submit.tokens))
+        self._open.set(len(self._lives))
+
+    def emitted(self, emit: Emit, now: float) -> None:
+        life = self._lives.get(emit.request_id)
+        if life is None:
+            return
+        self._answer.inc(len(emit.tokens))
+        if emit.cached_tokens:
+            self._cached.inc(emit.cached_tokens)
+        if life.last_token is None:
+            self._ttft.observe(now - life.received)
+        else:
+            self._itl.observe(now - life.last_token)
+        life.last_token = now
+        if emit.finish is not None:
+            self._e2e.observe(now - life.received)
+            self._end(emit.request_id, emit.finish.value)
+
+    def failed(self, end: End) -> None:
+        self._end(end.request_id, f"error_{end.status}")
+
+    def abandoned(self, request_id: str) -> None:
+        self._end(request_id, "abandoned")
+
+    def beat(self, instance: str, load: Load) -> None:
+        self._running.labels(instance).set(load.num_running)
+        self._waiting.labels(instance).set(load.num_waiting)
+        self._pages.labels(instance).set(load.num_pages)
+        self._free.labels(instance).set(load.num_free_pages)
+
+    def _end(self, request_id: str, ending: str) -> None:
+        if self._lives.pop(request_id, None) is not None:
+            self._ended.labels(ending).inc()
+            self._open.set(len(self._lives))

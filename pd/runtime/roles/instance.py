@@ -41,7 +41,7 @@ from pd.runtime.wire.messages import WIRE_VERSION, AnyMessage, Hello, Peers, Ran
 
 log = logging.getLogger("pd.instance")
 
-_TICK_S = 0.05
+_TICK_MS = 50
 _MAX_EVENTS_A_TURN = 512
 """Messages read before deadlines are looked at again."""
 
@@ -69,7 +69,7 @@ class Leader:
             poller.register(socket, zmq.POLLIN)
         stopping: float | None = None
         while self._exit is None:
-            poller.poll(_TICK_S * 1000)
+            poller.poll(_TICK_MS)
             for event in self._events():
                 self._give(event)
             self._ranks.check()
@@ -85,12 +85,13 @@ class Leader:
         return 0
 
     def close(self) -> None:
-        for link in (self._router, self._hub, *self._peers.values()):
-            link.close()
+        for spoke in (self._router, *self._peers.values()):
+            spoke.close()
 
     def _events(self) -> Iterator[Event]:
         """What has arrived, a bounded number, then one Tick."""
-        for link in (self._ranks.hub, self._router, self._hub):
+        links: tuple[Hub | Spoke, ...] = (self._ranks.hub, self._router, self._hub)
+        for link in links:
             for _ in range(_MAX_EVENTS_A_TURN):
                 received = link.receive()
                 if received is None:
@@ -160,7 +161,8 @@ def run(config: InstanceConfig) -> int:
                 ready = ranks.wait_ready(stop)
                 if ready is None:
                     return 0
-                leader = Leader(context, config, ranks=ranks, hub=hub, hello=_hello(config, ready, epoch=epoch, hub=hub))
+                hello = _hello(config, ready, epoch=epoch, hub=hub)
+                leader = Leader(context, config, ranks=ranks, hub=hub, hello=hello)
                 _say_ready(config, ready, checkpoint)
                 try:
                     return leader.run(stop)

@@ -50,9 +50,10 @@ class Mover:
     def attach(self, order: Attach) -> list[FromRank]:
         """Learn of a peer's life and begin to connect. An older life of the same name is forgotten."""
         names = tuple(rank_name(order.peer, order.epoch, rank) for rank in range(len(order.shards)))
+        mine = self.shards[self.rank]
         try:
             routes = tuple(
-                (names[pair.dst], Route(self.layout, self.shards[self.rank], order.layout, order.shards[pair.dst], pair))
+                (names[pair.dst], Route(self.layout, mine, order.layout, order.shards[pair.dst], pair))
                 for pair in pair_up(self.shards, order.shards)
                 if pair.src == self.rank
             )
@@ -67,13 +68,13 @@ class Mover:
 
     def sever(self, order: Sever) -> list[FromRank]:
         names = [name for name, life in self._owners.items() if (life.peer, life.epoch) == (order.peer, order.epoch)]
-        clean = all([self.transport.sever(name) for name in names])  # a list: every one is severed, whatever the first says
-        if clean:
+        unclean = [name for name in names if not self.transport.sever(name)]
+        if not unclean:
             for name in names:
                 del self._owners[name]
             if (life := self._lives.get(order.peer)) and life.epoch == order.epoch:
                 del self._lives[order.peer]
-        return [Severed(order.peer, order.epoch, clean)]
+        return [Severed(order.peer, order.epoch, not unclean)]
 
     def start(self, job: WriteJob) -> list[FromRank]:
         """Give this rank's share of `job` to the transport. A rank whose heads others send answers at once."""

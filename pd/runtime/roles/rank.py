@@ -4,7 +4,7 @@
                       │   ◄──StepDone, writes──┘
                       └──► Mover ──► Transport ──► the peer's pool
 
-Two threads, because a chunk of prefill may take a second, and the end of another request's transfer must not wait for it.
+Two threads, because a chunk of prefill may take a second, and the end of another request's transfer must not wait.
 Run as `python -m pd.runtime.roles.rank` with a RankConfig as JSON on standard input.
 """
 
@@ -189,7 +189,7 @@ def main() -> int:
         except (ConfigError, TransferError) as error:
             link.send(RankFailed(config.rank, str(error), getattr(error, "hint", ""), True))
             return 2
-        except Exception as error:  # noqa: BLE001 - the outermost loop: the leader must hear of a crash's last line
+        except Exception as error:  # the outermost loop: the leader must hear a crash's last line
             log.exception("rank %d crashed", config.rank)
             link.send(RankFailed(config.rank, f"{type(error).__name__}: {error}", "", False))
             return 1

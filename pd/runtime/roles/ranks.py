@@ -27,8 +27,8 @@ _QUIT_S = 1.5
 _PROGRESS_S = 2.0
 _POLL_MS = 100
 _ENVIRONMENT = {
-    # Standard variables of the libraries below us; a user's own win. Measured on small CPU machines: waiting threads that
-    # spin cost 40x when a neighbour runs, and unmapping large temporaries costs 4x in attention.
+    # Standard variables of the libraries below us; a user's own win. Measured on small CPU machines: waiting threads
+    # that spin cost 40x when a neighbour runs, and unmapping large temporaries costs 4x in attention.
     "OMP_WAIT_POLICY": "PASSIVE",
     "MALLOC_MMAP_THRESHOLD_": str(4 << 30),
     "MALLOC_TRIM_THRESHOLD_": str(8 << 30),

@@ -62,6 +62,9 @@ class Hub:
             except (WireError, ValueError):
                 self.num_dropped += 1
 
+    def has_message(self) -> bool:
+        return bool(self.socket.poll(0))
+
     def close(self) -> None:
         self.socket.close(linger=200)
 

@@ -291,7 +291,7 @@ class Chunk(Value, frozen=True):
 
 
 class WriteJob(Value, frozen=True):
-    """After this step: write tokens [start, stop) of some request to a peer. `start` is a multiple of both page sizes."""
+    """After this step: write tokens [start, stop) of a request to a peer. `start` is a multiple of both page sizes."""
 
     job: int
     peer: str  # worker name; Attach told the ranks of it

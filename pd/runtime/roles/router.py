@@ -1,0 +1,273 @@
+"""The router's process: its brain between HTTP and the instances. One asyncio loop. Imports no torch."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import assert_never
+
+import uvicorn
+import uvloop
+import zmq
+from prometheus_client import CollectorRegistry, generate_latest
+
+from pd.runtime.checkpoint import resolve, served_name
+from pd.runtime.config import ConfigError, RouterConfig
+from pd.runtime.core.events import (
+    Abandon,
+    Drain,
+    Effect,
+    Emit,
+    End,
+    Event,
+    Exit,
+    Launch,
+    Order,
+    Peer,
+    Received,
+    Send,
+    Stamp,
+    Submit,
+    Tick,
+)
+from pd.runtime.core.router import RouterBrain
+from pd.runtime.front.http import FrontSettings, make_app
+from pd.runtime.front.text import Text
+from pd.runtime.observe import RouterMetrics, log_stamp
+from pd.runtime.roles.process import StopSignals, new_epoch, setup_logging
+from pd.runtime.wire.link import Hub, LinkError
+from pd.runtime.wire.messages import Beat, Hello, ModelCard, Role
+
+log = logging.getLogger("pd.router")
+
+_TICK_S = 0.05
+_DRAIN_S = 3.0
+_KEEP_ALIVE_S = 3600
+"""Idle connections are cheap; a client that finds its own closed sees a failed request."""
+_MAX_MESSAGES_A_TURN = 256
+"""Read before HTTP gets its turn again."""
+
+
+class ClientStream:
+    """Effects for one client, waiting to be read. Bounded by tokens: see `is_full`."""
+
+    def __init__(self, max_tokens: int) -> None:
+        self._items: deque[Emit | End] = deque()
+        self._num_tokens = 0
+        self._max_tokens = max_tokens
+        self._wake = asyncio.Event()
+
+    @property
+    def is_full(self) -> bool:
+        return self._num_tokens > self._max_tokens
+
+    def put(self, item: Emit | End) -> None:
+        self._items.append(item)
+        if isinstance(item, Emit):
+            self._num_tokens += len(item.tokens)
+        self._wake.set()
+
+    async def next(self) -> Emit | End:
+        while not self._items:
+            self._wake.clear()
+            await self._wake.wait()
+        item = self._items.popleft()
+        if isinstance(item, Emit):
+            self._num_tokens -= len(item.tokens)
+        return item
+
+
+class Router:
+    """The Door that HTTP knows, and the loop's end of the link. Everything happens on the one asyncio loop."""
+
+    def __init__(self, config: RouterConfig, *, hub: Hub, metrics: RouterMetrics) -> None:
+        self._config = config
+        self._hub = hub
+        self._metrics = metrics
+        self._brain = RouterBrain(config, new_epoch())
+        self._streams: dict[str, ClientStream] = {}
+        self._lives: dict[str, Peer] = {}  # by name: the life last heard of
+        self.exit: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
+
+    # ---- Door -----------------------------------------------------------------------------------------------
+
+    def submit(self, request: Submit) -> ClientStream:
+        stream = ClientStream(self._config.stream_buffer_tokens)
+        self._streams[request.request_id] = stream
+        self._metrics.submitted(request, time.monotonic())
+        self._give(request)
+        return stream
+
+    def abandon(self, request_id: str, reason: str) -> None:
+        if self._streams.pop(request_id, None) is not None:
+            self._metrics.abandoned(request_id)
+            self._give(Abandon(request_id, reason))
+
+    def missing(self) -> tuple[Role, ...]:
+        return self._brain.missing()
+
+    def card(self) -> ModelCard | None:
+        return self._brain.card()
+
+    def state(self) -> dict[str, object]:
+        return self._brain.state() | {"num_dropped_messages": self._hub.num_dropped}
+
+    # ---- the loop's end -------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Tick, and read the link whenever it may have something; until cancelled."""
+        loop = asyncio.get_running_loop()
+        descriptor = self._hub.socket.fileno()
+        loop.add_reader(descriptor, self._read)
+        try:
+            while True:
+                self._give(Tick())
+                await asyncio.sleep(_TICK_S)
+        finally:
+            loop.remove_reader(descriptor)
+
+    def drain(self, reason: str) -> None:
+        self._give(Drain(reason))
+
+    def _read(self) -> None:
+        for _ in range(_MAX_MESSAGES_A_TURN):
+            received = self._hub.receive()
+            if received is None:
+                return
+            self._note(received)
+            self._give(received)
+        asyncio.get_running_loop().call_soon(self._read)
+
+    def _note(self, received: Received) -> None:
+        sender = received.sender
+        match received.message:
+            case Hello():
+                self._lives[sender.name] = sender
+            case Beat(load=load):
+                self._metrics.beat(sender.name, load)
+            case _:
+                self._lives.setdefault(sender.name, sender)
+
+    def _give(self, event: Event) -> None:
+        now = time.monotonic()
+        for effect in self._brain.on(event, now):
+            self._perform(effect, now)
+        # ZMQ's descriptor is edge-triggered: a send may swallow the edge of a message that came meanwhile.
+        if self._hub.has_message():
+            asyncio.get_running_loop().call_soon(self._read)
+
+    def _perform(self, effect: Effect, now: float) -> None:
+        match effect:
+            case Send(to=to, message=message):
+                if to in self._lives:
+                    self._hub.send(message, self._lives[to])
+            case Emit(request_id=request_id, finish=finish):
+                self._metrics.emitted(effect, now)
+                self._pass_on(request_id, effect, is_last=finish is not None)
+            case End(request_id=request_id):
+                self._metrics.failed(effect)
+                self._pass_on(request_id, effect, is_last=True)
+            case Stamp():
+                log_stamp(log, effect)
+            case Exit():
+                if not self.exit.done():
+                    self.exit.set_result(effect)
+            case Launch() | Order():
+                raise AssertionError(f"a router has no ranks: {effect}")
+            case _:
+                assert_never(effect)
+
+    def _pass_on(self, request_id: str, item: Emit | End, *, is_last: bool) -> None:
+        stream = self._streams.get(request_id)
+        if stream is None:
+            return
+        stream.put(item)
+        if is_last:
+            del self._streams[request_id]
+        elif stream.is_full:
+            reason = f"the client lies {self._config.stream_buffer_tokens} tokens behind"
+            stream.put(End(request_id, 503, reason))
+            asyncio.get_running_loop().call_soon(self.abandon, request_id, reason)
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to us: draining is the brain's, not HTTP's."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def run(config: RouterConfig) -> int:
+    """The process body. Raises ConfigError for what a person can mend."""
+    setup_logging("router")
+    stop = StopSignals()
+    name = config.model.served_name or served_name(config.model.model)
+    text = Text(resolve(config.model.model))
+    listener = _listen(config.link.host, 8000 if config.link.port is None else config.link.port)
+    with zmq.Context[zmq.Socket[bytes]]() as context:
+        try:
+            hub = Hub(context, config.link.router)
+        except LinkError as error:
+            listener.close()
+            raise ConfigError(str(error), hint="another router runs there: choose another --router address") from error
+        try:
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                return runner.run(_serve(config, hub, listener, text=text, name=name, stop=stop))
+        finally:
+            hub.close()
+            listener.close()
+
+
+async def _serve(
+    config: RouterConfig, hub: Hub, listener: socket.socket, *, text: Text, name: str, stop: StopSignals
+) -> int:
+    registry = CollectorRegistry()
+    router = Router(config, hub=hub, metrics=RouterMetrics(registry))
+    settings = FrontSettings(model=name, max_body_bytes=config.max_body_bytes, request_s=config.request_s)
+    app = make_app(router, text, settings, lambda: generate_latest(registry))
+    server = _Server(
+        uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_keep_alive=_KEEP_ALIVE_S)
+    )
+    tasks = [asyncio.create_task(router.run()), asyncio.create_task(server.serve([listener]))]
+    host, port = listener.getsockname()[:2]
+    log.info("ready: http://%s:%d serves %s; instances meet at %s", host, port, name, config.link.router)
+    await _until_told(router, tasks, stop)
+    server.should_exit = server.force_exit = True
+    tasks[0].cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    return 0
+
+
+async def _until_told(router: Router, tasks: list[asyncio.Task[None]], stop: StopSignals) -> None:
+    """Return when everything should end: drained, told twice, or too late. Raises what killed a task."""
+    draining: float | None = None
+    while not router.exit.done():
+        done, _ = await asyncio.wait(tasks, timeout=_TICK_S, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+            return
+        if stop.num_seen and draining is None:
+            draining = time.monotonic()
+            router.drain("told to stop")
+        if draining is not None and (stop.num_seen > 1 or time.monotonic() > draining + _DRAIN_S):
+            return
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error.strerror}", hint="choose another --port or --host"
+        ) from error
+    listener.listen(2048)
+    return listener

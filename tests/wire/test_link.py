@@ -1,0 +1,103 @@
+"""Links carry messages both ways, name their senders, and drop nonsense."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import zmq
+
+from pd.runtime.core.events import Peer, Received
+from pd.runtime.wire.link import Hub, LinkError, Spoke
+from pd.runtime.wire.messages import Cancel, Handle, Welcome, WhoAreYou
+
+ROUTER = Peer("router", "")
+WORKER = Peer("prefill-0", "e1")
+CANCEL = Cancel(Handle("r", 0), "why")
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
+    with zmq.Context[zmq.Socket[bytes]]() as context:
+        yield context
+
+
+def hear(link: Hub | Spoke) -> Received:
+    assert link.socket.poll(5000), "nothing came in 5 s"
+    received = link.receive()
+    assert received is not None
+    return received
+
+
+def test_a_spoke_is_known_by_name_and_epoch_and_answered(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    hub = Hub(context, "tcp://127.0.0.1:*")
+    spoke = Spoke(context, hub.address, me=WORKER, hub=ROUTER, queue=True)
+    spoke.send(CANCEL)
+    assert hear(hub) == Received(WORKER, CANCEL)
+    hub.send(Welcome(), WORKER)
+    assert hear(spoke) == Received(ROUTER, Welcome())
+    hub.close()
+    spoke.close()
+
+
+def test_a_message_to_nobody_is_counted_and_harms_no_one(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    hub = Hub(context, "tcp://127.0.0.1:*")
+    spoke = Spoke(context, hub.address, me=WORKER, hub=ROUTER, queue=True)
+    spoke.send(CANCEL)
+    hear(hub)
+    hub.send(WhoAreYou(), Peer("nobody", "e9"), WORKER)
+    assert hear(spoke).message == WhoAreYou()
+    assert hub.num_dropped == 1
+    hub.close()
+    spoke.close()
+
+
+def test_a_restarted_worker_is_another_sender(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    hub = Hub(context, "tcp://127.0.0.1:*")
+    first = Spoke(context, hub.address, me=WORKER, hub=ROUTER, queue=True)
+    first.send(CANCEL)
+    assert hear(hub).sender == WORKER
+    first.close()
+    second = Spoke(context, hub.address, me=Peer("prefill-0", "e2"), hub=ROUTER, queue=True)
+    second.send(CANCEL)
+    assert hear(hub).sender == Peer("prefill-0", "e2")
+    second.close()
+    hub.close()
+
+
+def test_frames_that_are_no_message_are_dropped_and_the_next_is_heard(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    hub = Hub(context, "tcp://127.0.0.1:*")
+    stranger = context.socket(zmq.DEALER)
+    stranger.connect(hub.address)
+    stranger.send(b"GET / HTTP/1.1")  # and no routing id of ours
+    stranger.send_multipart([b"a", b"b", b"c"])
+    stranger.close(linger=500)
+    spoke = Spoke(context, hub.address, me=WORKER, hub=ROUTER, queue=True)
+    spoke.socket.send(b"\xc1garbage")
+    spoke.send(CANCEL)
+    heard: list[Received] = []
+    while not heard:
+        assert hub.socket.poll(5000)
+        if (received := hub.receive()) is not None:
+            heard.append(received)
+    assert heard == [Received(WORKER, CANCEL)]
+    assert hub.num_dropped >= 1
+    spoke.close()
+    hub.close()
+
+
+def test_without_a_queue_nothing_old_is_said_to_a_late_hub(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    hub = Hub(context, "tcp://127.0.0.1:*")
+    address = hub.address
+    hub.close()
+    spoke = Spoke(context, address, me=WORKER, hub=ROUTER, queue=False)
+    spoke.send(CANCEL)
+    assert spoke.num_dropped == 1
+    spoke.close()
+
+
+def test_an_address_in_use_is_a_link_error_that_names_it(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    hub = Hub(context, "tcp://127.0.0.1:*")
+    with pytest.raises(LinkError, match=hub.address.rsplit(":", 1)[1]):
+        Hub(context, hub.address)
+    hub.close()
