@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from tests.shape.source import ROOT, Module, listed, product, under, words
 
 BANNED = {"manager", "handler", "helper", "helpers", "util", "utils", "ctx", "misc", "stuff"}
-BANNED_FOR_THINGS = {"block", "blocks", "info", "data"}
+BANNED_FOR_THINGS = {"block", "blocks", "info"}
 """Not for files, classes and functions; in kernels `block` is Triton's word for a tile of a launch."""
 
 
