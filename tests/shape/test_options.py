@@ -6,6 +6,7 @@ import typer
 from typer.main import get_command
 
 from pd.cli import app
+from tests.shape.source import ROOT
 
 SHARED = {
     *("--cores", "--device", "--dtype", "--host", "--kv-memory", "--max-model-len", "--max-prefill-tokens"),
@@ -27,3 +28,8 @@ def test_the_commands_and_their_options_are_these() -> None:
         if command.get_help(context)
     }
     assert found == OPTIONS
+
+
+def test_every_option_is_documented() -> None:
+    text = (ROOT / "docs" / "running.md").read_text()
+    assert {option for options in OPTIONS.values() for option in options if f"`{option}`" not in text} == set()
