@@ -6,7 +6,8 @@ What a command needs is imported when it runs, so that help comes at once.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Annotated, cast
 
 import typer
@@ -52,7 +53,8 @@ def _run(arguments: list[str]) -> int:
     from pd.runtime.config import ConfigError
 
     try:
-        return int(app(arguments, prog_name="pd", standalone_mode=False) or 0)
+        chosen = app(arguments, prog_name="pd", standalone_mode=False)
+        return int(chosen() if callable(chosen) else chosen or 0)
     except _UsageError as error:
         commands = [word for word in arguments[:1] if word in ("serve", "launch")]
         _complain([error.format_message()], hint=" ".join(["pd", *commands, "--help"]))
@@ -64,7 +66,10 @@ def _run(arguments: list[str]) -> int:
         return 130
 
 
-def _launch(options: LaunchOptions) -> None:
+# A command chooses what to run and leaves it to `_run`: so a traceback holds none of Typer's fifteen frames.
+
+
+def _launch(options: LaunchOptions) -> Callable[[], int]:
     """Run one process group: a router, or a prefill, decode or colocated instance."""
     from pd.cli_config import launch_config
     from pd.runtime.config import RouterConfig
@@ -73,20 +78,18 @@ def _launch(options: LaunchOptions) -> None:
     if isinstance(config, RouterConfig):
         from pd.runtime.roles import router
 
-        raise typer.Exit(router.run(config))
+        return partial(router.run, config)
     from pd.runtime.roles import instance
 
-    raise typer.Exit(instance.run(config))
+    return partial(instance.run, config)
 
 
-def _serve(options: ServeOptions) -> None:
+def _serve(options: ServeOptions) -> Callable[[], int]:
     """Serve a model on this machine: a router and instances, kept alive until Ctrl-C."""
     from pd.cli_layout import serve_config
+    from pd.runtime.roles import supervisor
 
-    config = serve_config(options)
-    from pd.runtime.roles import supervisor  # after the checks: a fault is told without waiting for imports
-
-    raise typer.Exit(supervisor.run(config))
+    return partial(supervisor.run, serve_config(options))
 
 
 app.command("serve", cls=GroupedHelp)(as_command(_serve, ServeOptions))

@@ -162,6 +162,7 @@ class ServeOptions(SharedOptions):
 
 
 Options = TypeVar("Options", bound=SharedOptions)
+Result = TypeVar("Result")
 
 
 class GroupedHelp(TyperCommand):
@@ -176,7 +177,7 @@ class GroupedHelp(TyperCommand):
                     formatter.write_dl(lines)
 
 
-def as_command(body: Callable[[Options], None], options: type[Options]) -> Callable[..., None]:
+def as_command(body: Callable[[Options], Result], options: type[Options]) -> Callable[..., Result]:
     """`body` as Typer wants a command: a keyword parameter for each field of `options`, in help's order."""
     hints = get_type_hints(options, include_extras=True)
     parameters = [
@@ -189,8 +190,8 @@ def as_command(body: Callable[[Options], None], options: type[Options]) -> Calla
         for entry in fields(options)
     ]
 
-    def call(**values: object) -> None:
-        body(options(**values))  # type: ignore[arg-type]  # Typer has checked them
+    def call(**values: object) -> Result:
+        return body(options(**values))  # type: ignore[arg-type]  # Typer has checked them
 
     call.__name__, call.__doc__ = body.__name__, body.__doc__
     call.__annotations__ = hints
@@ -209,16 +210,6 @@ def as_arguments(options: SharedOptions) -> list[str]:
         elif value != entry.default:
             arguments.append(f"{flag}={value}")  # in one word, so that a value may begin with a dash
     return arguments
-
-
-def flags(options: type[SharedOptions]) -> set[str]:
-    """The options' names as typed, without arguments."""
-    hints = get_type_hints(options, include_extras=True)
-    return {
-        "--" + entry.name.replace("_", "-")
-        for entry in fields(options)
-        if isinstance(hints[entry.name].__metadata__[0], type(typer.Option()))
-    }
 
 
 def _default(value: object, factory: object) -> object:
