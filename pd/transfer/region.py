@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import mmap
 from collections.abc import Sequence
@@ -11,10 +10,7 @@ from pd.transfer.transport import Span, TransferError
 
 
 class Region:
-    """One piece of this process's memory. `view` and `address` are good until `close`.
-
-    Who keeps a view or a tensor over it keeps the memory itself alive, and nothing else of the transport.
-    """
+    """One piece of this process's memory. `view` and `address` are good until `close`."""
 
     def __init__(self, memory: mmap.mmap | ctypes.Array[ctypes.c_char], nbytes: int) -> None:
         self.nbytes = nbytes
@@ -37,8 +33,10 @@ class Region:
         return cls((ctypes.c_char * nbytes).from_address(address), nbytes)
 
     def close(self) -> None:
-        with contextlib.suppress(BufferError):  # a tensor stands on it; the memory goes when the tensor does
-            self.view.release()
+        """Let go. The memory goes with the last view of it: releasing the view instead would pull it from under
+        `torch.frombuffer`, which keeps the view alive but does not count as its export."""
+        self.view = memoryview(b"")
+        self.address = 0
 
 
 def check_size(nbytes: int) -> None:

@@ -7,7 +7,6 @@ One more page behind the region tells writers that its owner has closed it.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import mmap
 import os
@@ -122,8 +121,6 @@ class ShmTransport:
         if self._memory is not None and self._region is not None:
             self._memory[door_offset(self._region.nbytes)] = CLOSED
             self._region.close()
-            with contextlib.suppress(BufferError):  # a tensor stands on it; the memory goes when the tensor does
-                self._memory.close()
             os.close(self._fd)
             self._memory = self._region = None
         if self._owns_outbox:

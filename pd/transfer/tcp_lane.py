@@ -119,7 +119,7 @@ class Lane:
         self._peer.break_off(reason, now)
 
     def broken(self, reason: str, now: float) -> None:
-        self._peer.break_off(reason, now)
+        self._peer.break_off(self._last_words() or reason, now)
 
     def carry(self, ticket: int, spans: Sequence[Span], *, is_read: bool) -> None:
         """Send a job's share, in frames of at most MAX_ENTRIES."""
@@ -178,6 +178,16 @@ class Lane:
             self.link.expect(pieces, filled)
         else:
             filled()
+
+    def _last_words(self) -> str | None:
+        """Why the other end closed a connection that we were still writing to, if it said so."""
+        try:
+            self.link.receive()
+        except TransferError as error:
+            return str(error)
+        except OSError:
+            pass
+        return None
 
     def _on_refusal(self, reason: bytearray) -> None:
         raise FrameError(f"{self._peer.name} refused: {reason.decode(errors='replace')}")

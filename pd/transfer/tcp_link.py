@@ -52,7 +52,11 @@ class Link:
         if self.is_connecting:
             return selectors.EVENT_WRITE
         reads = selectors.EVENT_READ if self.num_queued < 64 else 0
-        return reads | (selectors.EVENT_WRITE if self._queue or self._window else 0)
+        return reads | (selectors.EVENT_WRITE if self.has_output else 0)
+
+    @property
+    def has_output(self) -> bool:
+        return bool(self._queue or self._window)
 
     def queue(self, pieces: Iterable[memoryview | bytes]) -> None:
         """Send these after all queued before; pieces are taken only when there is room for them."""

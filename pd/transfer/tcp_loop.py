@@ -173,15 +173,4 @@ def _serve(session: Session, events: int, now: float) -> None:
     except TransferError as error:
         session.misspoke(str(error), now)
     except OSError as error:
-        session.broken(_last_words(session) or str(error), now)
-
-
-def _last_words(session: Session) -> str | None:
-    """Why the other end closed a connection that we were still writing to, if it said so."""
-    try:
-        session.link.receive()
-    except TransferError as error:
-        return str(error)
-    except OSError:
-        pass
-    return None
+        session.broken(str(error), now)

@@ -54,12 +54,16 @@ class Served:
         self.name: str | None = None  # the initiator's `me`, once admitted
         self.deadline: float | None = deadline
         self._house = house
+        self._is_refused = False
         self._hello = bytearray(HELLO_NBYTES)
         self._header = bytearray(HEADER_NBYTES)
         self.link.expect([memoryview(self._hello)], self._on_hello)
 
     def progressed(self, now: float) -> None:
         self._house.mux.touch(self)
+        if self._is_refused and not self.link.has_output:
+            self._is_refused = False
+            self.link.sock.shutdown(socket.SHUT_WR)  # it reads why, then the end
 
     def connected(self) -> None:
         """Accepted connections are from the start."""
@@ -72,6 +76,7 @@ class Served:
     def misspoke(self, reason: str, now: float) -> None:
         """Say why, take nothing more in, and end soon."""
         self._house.forget(self)
+        self._is_refused = True
         self.deadline = now + _LINGER_S
         self.link.queue([pack_refusal(reason)])
         self._house.mux.touch(self)

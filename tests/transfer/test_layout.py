@@ -104,9 +104,7 @@ def test_default_model_takes_23040_bytes_a_token_and_one_piece_a_page() -> None:
         (0, 2, [0, 0]),
     ],
 )
-def test_split_is_balanced_and_contiguous_with_the_longer_first(
-    n: int, parts: int, lengths: list[int]
-) -> None:
+def test_split_is_balanced_and_contiguous_with_the_longer_first(n: int, parts: int, lengths: list[int]) -> None:
     ranges = split(n, parts)
     assert [len(r) for r in ranges] == lengths
     assert [i for r in ranges for i in r] == list(range(n))
@@ -147,9 +145,7 @@ def test_nine_query_heads_over_three_kv_heads_on_any_tp(tp: int, heads: list[ran
 
 
 def test_two_kv_heads_on_four_ranks_are_0_0_1_1() -> None:
-    assert [s.heads for s in tp_shards(KVLayout(1, 2, 8, 4, "float32"), 4, 4, 1)] == [range(1)] * 2 + [
-        range(1, 2)
-    ] * 2
+    assert [s.heads for s in tp_shards(KVLayout(1, 2, 8, 4, "float32"), 4, 4, 1)] == [range(1)] * 2 + [range(1, 2)] * 2
 
 
 def test_mla_is_replicated_over_tp() -> None:
@@ -189,9 +185,7 @@ def test_what_cannot_meet_is_refused_with_both_values(change: dict[str, object],
 
 
 def test_page_size_and_order_may_differ() -> None:
-    other = KVLayout(
-        30, 3, 64, 32, "bfloat16", v_head_dim=64, order=("layer", "kv", "page", "token", "head", "dim")
-    )
+    other = KVLayout(30, 3, 64, 32, "bfloat16", v_head_dim=64, order=("layer", "kv", "page", "token", "head", "dim"))
     check_can_meet(DEFAULT_MODEL, other)
     assert fingerprint(DEFAULT_MODEL) == fingerprint(other)
 

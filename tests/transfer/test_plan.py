@@ -30,9 +30,7 @@ def test_every_destination_layer_and_head_gets_exactly_one_source(seed: int) -> 
             for head in pair.heads:
                 assert layer in src[pair.src].layers and head in src[pair.src].heads, f"seed {seed}"
                 got[pair.dst, layer, head] += 1
-    wanted = {
-        (d, layer, head) for d, shard in enumerate(dst) for layer in shard.layers for head in shard.heads
-    }
+    wanted = {(d, layer, head) for d, shard in enumerate(dst) for layer in shard.layers for head in shard.heads}
     assert got == Counter(dict.fromkeys(wanted, 1)), f"seed {seed}: {src} -> {dst}"
 
 

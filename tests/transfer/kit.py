@@ -1,0 +1,156 @@
+"""Builders for transfer tests: transports of any backend, in this process or in a child, and waiting for ends."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from pd.transfer.auto import AutoTransport
+from pd.transfer.memory import MemoryHub, MemoryTransport
+from pd.transfer.shm import ShmTransport
+from pd.transfer.tcp import TcpTransport
+from pd.transfer.tcp_lane import TcpLimits
+from pd.transfer.transport import Completion, JobDone, JobFailed, PeerLost, Span, Transport
+
+BACKENDS = ("memory", "shm", "tcp", "tcp3", "auto")
+"""tcp3: with three lanes a peer."""
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Net:
+    """Makes the transports of one test and closes them."""
+
+    def __init__(self, backend: str) -> None:
+        self.backend = backend
+        self.hub = MemoryHub()
+        self.made: list[Transport] = []
+
+    def make(self, me: str, nbytes: int, limits: TcpLimits | None = None) -> tuple[Transport, memoryview]:
+        transport = self._new(me, limits)
+        self.made.append(transport)
+        return transport, transport.allocate(nbytes)
+
+    def pair(self, nbytes: int) -> tuple[Transport, memoryview, Transport, memoryview]:
+        """Two transports that know each other as `a` and `b`."""
+        a, view_a = self.make("a", nbytes)
+        b, view_b = self.make("b", nbytes)
+        a.connect("b", b.endpoint())
+        b.connect("a", a.endpoint())
+        return a, view_a, b, view_b
+
+    def close(self) -> None:
+        for transport in self.made:
+            transport.close()
+
+    def _new(self, me: str, limits: TcpLimits | None) -> Transport:
+        match self.backend:
+            case "memory":
+                return MemoryTransport(me=me, hub=self.hub)
+            case "shm":
+                return ShmTransport(me=me)
+            case "tcp":
+                return TcpTransport(me=me, limits=limits)
+            case "tcp3":
+                return TcpTransport(me=me, limits=limits or TcpLimits(num_lanes=3))
+            case "auto":
+                return AutoTransport(me=me)
+        raise ValueError(self.backend)
+
+
+def wait_for(
+    transport: Transport, is_enough: Callable[[list[Completion]], bool], timeout_s: float = 20.0
+) -> list[Completion]:
+    """Poll when woken until what ended is enough. Fails saying what did end."""
+    ended: list[Completion] = []
+    deadline = time.monotonic() + timeout_s
+    poller = select.poll()
+    poller.register(transport.wake_fd, select.POLLIN)
+    while not is_enough(ended):
+        left = deadline - time.monotonic()
+        assert left > 0, f"after {timeout_s} s only {ended}"
+        poller.poll(left * 1000)
+        ended += transport.poll()
+    return ended
+
+
+def wait_jobs(transport: Transport, num_jobs: int, timeout_s: float = 20.0) -> list[Completion]:
+    return wait_for(transport, lambda ended: _num_jobs(ended) >= num_jobs, timeout_s)
+
+
+def wait_lost(transport: Transport, timeout_s: float = 20.0) -> list[Completion]:
+    return wait_for(transport, lambda ended: any(isinstance(end, PeerLost) for end in ended), timeout_s)
+
+
+def done_jobs(ended: Sequence[Completion]) -> list[int]:
+    return [end.job for end in ended if isinstance(end, JobDone)]
+
+
+def _num_jobs(ended: Sequence[Completion]) -> int:
+    return sum(isinstance(end, JobDone | JobFailed) for end in ended)
+
+
+def random_spans(rng: random.Random, nbytes: int, num_spans: int) -> list[Span]:
+    """Whose destinations do not overlap, in any order; sources may."""
+    cuts = sorted(rng.sample(range(nbytes + 1), 2 * num_spans))
+    spans = []
+    for start, stop in zip(cuts[::2], cuts[1::2], strict=True):
+        spans.append(Span(rng.randint(0, nbytes - (stop - start)), start, stop - start))
+    rng.shuffle(spans)
+    return spans
+
+
+def open_fds() -> list[str]:
+    """What this process's descriptors lead to."""
+    found = []
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the one that listed them
+            found.append(os.readlink(f"/proc/self/fd/{fd}"))
+    return sorted(found)
+
+
+def resident_nbytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+class Child:
+    """A transport in a process of its own; see child.py."""
+
+    def __init__(self, backend: str, me: str, nbytes: int) -> None:
+        env = os.environ | {"PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-m", "tests.transfer.child", backend, me, str(nbytes)]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, cwd=ROOT, text=True
+        )
+        self.endpoint = bytes.fromhex(str(self._answer()))
+
+    def ask(self, *order: object) -> object:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(order) + "\n")
+        self.process.stdin.flush()
+        return self._answer()
+
+    def kill(self) -> None:
+        """kill -9, and reaped."""
+        self.process.kill()
+        self.process.wait()
+
+    def close(self) -> None:
+        self.kill()
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+    def _answer(self) -> object:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, f"child ended with {self.process.wait()}"
+        return json.loads(line)
