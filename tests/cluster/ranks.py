@@ -1,0 +1,206 @@
+"""The ranks of one instance: they run plans over a pool of hash chains, move pages, and answer late."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from pd.runtime.core.events import Peer
+from pd.runtime.wire.messages import (
+    Attach,
+    Chunk,
+    FromRank,
+    Handle,
+    PeerUnreachable,
+    Reserve,
+    Sever,
+    Severed,
+    StepDone,
+    StepPlan,
+    Token,
+    WriteDone,
+)
+from tests.cluster.clock import Clock
+from tests.cluster.model import NUM_HEADS, kv_value, sample
+from tests.cluster.scenario import Instance
+from tests.cluster.trace import Violation
+from tests.cluster.writes import Claim, DataPlane, Write
+
+Hear = Callable[[int, FromRank], None]
+
+
+@dataclass(eq=False, slots=True)
+class Slot:
+    tokens: list[int]
+    pages: list[int]
+
+
+class Ranks:
+    """One pool for all ranks, in which each rank owns its heads. Steps are taken by all at once, answers come apart."""
+
+    def __init__(
+        self,
+        spec: Instance,
+        life: Peer,
+        *,
+        clock: Clock,
+        rng: random.Random,
+        plane: DataPlane,
+        hear: Hear,
+    ) -> None:
+        self.life = life
+        self.page_size = spec.page_size
+        self.is_alive = True
+        self.pool = [
+            [[rng.getrandbits(32) for _ in range(spec.page_size)] for _ in range(spec.num_pages)]
+            for _ in range(NUM_HEADS)
+        ]
+        self.owners: dict[int, Claim | int] = {}  # page -> the ticket or the slot it was last given to
+        self.severed: list[set[Peer]] = [set() for _ in range(spec.num_ranks)]
+        self._num_ranks = spec.num_ranks
+        self._clock = clock
+        self._rng = rng
+        self._plane = plane
+        self._hear = hear
+        self._slots: dict[int, Slot] = {}
+        self._plans: deque[tuple[StepPlan, list[Write]]] = deque()
+        self._peers: list[dict[str, Peer]] = [{} for _ in range(spec.num_ranks)]  # attached lives, of each rank
+        self._writers: dict[Handle, Peer] = {}
+        self._answer_at = [0.0] * spec.num_ranks
+
+    def heads_of(self, rank: int) -> range:
+        share = NUM_HEADS // self._num_ranks
+        return range(rank * share, (rank + 1) * share)
+
+    def rank_of(self, head: int) -> int:
+        return head * self._num_ranks // NUM_HEADS
+
+    def target_of(self, rank: int, peer: str) -> Ranks | None:
+        """The attached life of that name, dead or alive; None if none is."""
+        life = self._peers[rank].get(peer)
+        return self._plane.find(life) if life is not None else None
+
+    def launch(self, plan: StepPlan) -> None:
+        for init in plan.admits:
+            self._take(init.pages, init.slot)
+        for chunk in plan.chunks:
+            self._take(chunk.pages, chunk.slot)
+        writes = [
+            Write(job, rank, self, self.target_of(rank, job.peer), partial(self._written, rank, job.job))
+            for job in plan.writes
+            for rank in range(self._num_ranks)
+        ]
+        for write in writes:
+            self._plane.plan(write)
+        self._plans.append((plan, writes))
+        if len(self._plans) == 1:
+            self._begin()
+
+    def order(self, message: Attach | Sever) -> None:
+        match message:
+            case Attach(peer=peer, epoch=epoch):
+                for peers in self._peers:
+                    peers[peer] = Peer(peer, epoch)
+            case Sever(peer=peer, epoch=epoch):
+                for rank in range(self._num_ranks):
+                    self._clock.after(self._rng.expovariate(100.0), partial(self._sever, rank, Peer(peer, epoch)))
+
+    def expect(self, reserve: Reserve) -> None:
+        """The leader is asked for pages: now it is known who would write them."""
+        self._writers[reserve.handle] = Peer(reserve.prefill, reserve.prefill_epoch)
+
+    def promise(self, handle: Handle, pages: tuple[int, ...]) -> None:
+        """The leader gave these pages to a peer's writes."""
+        self._assert_out_of_reach(pages, f"promised to {handle}")
+        for page in pages:
+            self.owners[page] = Claim(handle, self._writers[handle])
+
+    def say_unreachable(self, rank: int, peer: Peer) -> None:
+        self._answer(rank, PeerUnreachable(*peer, reason="injected"))
+
+    def die(self) -> None:
+        self.is_alive = False
+        self._plane.lose_process(self)
+
+    def _take(self, pages: tuple[int, ...], slot: int) -> None:
+        self._assert_out_of_reach(pages, f"given to slot {slot}")
+        for page in pages:
+            self.owners[page] = slot
+
+    def _assert_out_of_reach(self, pages: tuple[int, ...], what: str) -> None:
+        for page, write in self._plane.reaching(self, pages):
+            raise Violation(
+                f"page {page} of {self.life} {what}; job {write.job.job} of {write.source.life} may write it"
+            )
+
+    def _begin(self) -> None:
+        seconds = self._rng.uniform(0.004, 0.03)
+        self._clock.after(seconds, partial(self._complete, seconds))
+
+    def _complete(self, seconds: float) -> None:
+        if not self.is_alive:
+            return
+        plan, writes = self._plans.popleft()
+        for slot in plan.retire:
+            if self._slots.pop(slot, None) is None:
+                raise Violation(f"step {plan.step} of {self.life} retires slot {slot}, which is empty")
+        for init in plan.admits:
+            if init.slot in self._slots:
+                raise Violation(f"step {plan.step} of {self.life} admits to slot {init.slot}, which is taken")
+            self._slots[init.slot] = Slot(list(init.tokens), list(init.pages))
+        tokens = [token for chunk in plan.chunks if (token := self._compute(chunk)) is not None]
+        for rank in range(self._num_ranks):
+            sampled = tuple(Token(token) for token in tokens) if rank == 0 else ()
+            self._answer(rank, StepDone(plan.step, sampled, seconds))
+        for write in writes:
+            self._clock.after(self._rng.expovariate(500.0), partial(self._plane.start, write))
+        if self._plans:
+            self._begin()
+
+    def _compute(self, chunk: Chunk) -> int | None:
+        slot, size = self._slots[chunk.slot], self.page_size
+        slot.pages += chunk.pages
+        if len(slot.tokens) < chunk.stop or len(slot.pages) * size < chunk.stop:
+            raise Violation(f"{self.life}: {chunk} of {len(slot.tokens)} tokens in {len(slot.pages)} pages")
+        for position in range(chunk.start, chunk.stop):
+            page = slot.pages[position // size]
+            if isinstance(self.owners.get(page), Claim):
+                raise Violation(f"{self.life}: {chunk} writes page {page}, which is {self.owners[page]}")
+            for head, pool in enumerate(self.pool):
+                before = pool[slot.pages[(position - 1) // size]][(position - 1) % size] if position else 0
+                pool[page][position % size] = kv_value(position, slot.tokens[position], before, head)
+        if not chunk.sample:
+            return None
+        if len(slot.tokens) != chunk.stop:
+            raise Violation(f"{self.life}: {chunk} samples for a position that has a token")
+        slot.tokens.append(sample([self._read(pool, slot.pages, chunk.stop) for pool in self.pool]))
+        return slot.tokens[-1]
+
+    def _read(self, pool: list[list[int]], pages: list[int], stop: int) -> list[int]:
+        values: list[int] = []
+        for page in pages[: -(-stop // self.page_size)]:
+            values += pool[page]
+        return values[:stop]
+
+    def _sever(self, rank: int, peer: Peer) -> None:
+        if not self.is_alive:
+            return
+        if self._peers[rank].get(peer.name) == peer:
+            del self._peers[rank][peer.name]
+        self._plane.sever_outward(self, rank, peer)
+        if self._plane.can_sever:
+            self.severed[rank].add(peer)
+        self._answer(rank, Severed(*peer, clean=self._plane.sever_inward(self, peer)))
+
+    def _written(self, rank: int, job: int, error: str | None) -> None:
+        if self.is_alive:
+            self._answer(rank, WriteDone(job, error, nbytes=0, seconds=0.0))
+
+    def _answer(self, rank: int, message: FromRank) -> None:
+        """To the leader: late, but in order."""
+        arrival = max(self._answer_at[rank], self._clock.now + self._rng.expovariate(1000.0))
+        self._answer_at[rank] = arrival
+        self._clock.at(arrival, partial(self._hear, rank, message))

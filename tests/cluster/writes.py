@@ -1,0 +1,176 @@
+"""One-sided writes between pools: they read when they land, they land late, and only severing stops them.
+
+The watch over pages is here too: a page that a write may still reach must not be given to anybody else.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+from pd.runtime.core.events import Peer
+from pd.runtime.wire.messages import Handle, WriteJob
+from tests.cluster.clock import Clock
+from tests.cluster.scenario import Odds
+from tests.cluster.trace import Violation
+
+if TYPE_CHECKING:
+    from tests.cluster.ranks import Ranks
+
+Ended = Callable[[str | None], None]
+"""Told to the leader: why the write failed, or None."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A page promised by a ticket."""
+
+    handle: Handle
+    writer: Peer
+
+
+@dataclass(eq=False)
+class Write:
+    """One rank's share of a job: its heads of the job's tokens. Planned, then under way, then over."""
+
+    job: WriteJob
+    rank: int
+    source: Ranks
+    target: Ranks | None  # None: no life of that name was attached
+    ended: Ended
+    has_started: bool = False
+    is_over: bool = False
+    heads: tuple[int, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        self.heads = tuple(self.source.heads_of(self.rank))
+
+
+class DataPlane:
+    def __init__(
+        self,
+        clock: Clock,
+        rng: random.Random,
+        odds: Odds,
+        *,
+        can_sever: bool,
+        find: Callable[[Peer], Ranks],
+    ) -> None:
+        """`find`: the ranks of a life, dead or alive."""
+        self.odds = odds
+        self.can_sever = can_sever
+        self.find = find
+        self._clock = clock
+        self._rng = rng
+        self._open: list[Write] = []
+
+    def plan(self, write: Write) -> None:
+        """The leader has launched the plan that the write rides on: from now on it may come."""
+        self._open.append(write)
+
+    def start(self, write: Write) -> None:
+        """The step before it is done: let the bytes move."""
+        rng = self._rng
+        if write.is_over:
+            return
+        write.has_started = True
+        write.target = write.source.target_of(write.rank, write.job.peer)
+        if write.target is None:
+            return self._end(write, f"{write.job.peer} is not attached")
+        if not write.target.is_alive:
+            return self._fail_or_hang(write, "the peer is dead")
+        if self._is_severed(write):
+            return self._fail_or_hang(write, "cut off by the peer")
+        if rng.random() < self.odds.write_error:
+            return self._clock.after(rng.uniform(0.0, 0.05), partial(self._break, write))
+        seconds = rng.expovariate(200.0) + (rng.uniform(0.0, 0.6) if rng.random() < self.odds.spike else 0.0)
+        tokens = range(write.job.start, write.job.stop)
+        middle = tokens[rng.randrange(len(tokens) + 1) :] if len(tokens) > 1 else tokens
+        first = range(tokens.start, middle.start if middle else tokens.stop)
+        self._clock.after(seconds * 0.5, partial(self._land, write, first))
+        if rng.random() < self.odds.lost_completion:  # it lands, soon or late, and nobody is told
+            return self._clock.after(seconds + rng.uniform(0.0, 2.5), partial(self._land, write, middle))
+        self._clock.after(seconds, partial(self._finish, write, middle))
+
+    def sever_outward(self, source: Ranks, rank: int, peer: Peer) -> None:
+        """A rank cuts a peer off: its own writes to it fail, and move no more."""
+        for write in [w for w in self._open if w.source is source and w.rank == rank and w.has_started]:
+            if write.target is not None and write.target.life == peer:
+                self._end(write, "severed here")
+
+    def sever_inward(self, target: Ranks, peer: Peer) -> bool:
+        """Whether nothing of `peer` can write into these pools any more."""
+        if self.can_sever:
+            return True
+        is_writing = any(w.target is target and w.source.life == peer for w in self._open)
+        return not self.find(peer).is_alive and not is_writing
+
+    def lose_process(self, ranks: Ranks) -> None:
+        """A process dies. What its network card has begun may land all the same, for a while."""
+        for write in [w for w in self._open if w.source is ranks]:
+            if not write.has_started or self._rng.random() < 0.5:
+                self._end(write, None)
+            else:
+                self._clock.after(3.0, partial(self._end, write, None))
+        for write in [w for w in self._open if w.target is ranks and w.has_started]:
+            self._fail_or_hang(write, "the peer died")
+
+    def reaching(self, target: Ranks, pages: tuple[int, ...]) -> Iterator[tuple[int, Write]]:
+        """Writes that may still reach these pages."""
+        wanted = set(pages)
+        for write in self._open:
+            if write.target is target and not self._is_severed(write):
+                for page in wanted.intersection(write.job.dst_pages):
+                    yield page, write
+
+    def num_open(self) -> int:
+        return len(self._open)
+
+    def _land(self, write: Write, tokens: range) -> None:
+        target, source, job = write.target, write.source, write.job
+        if write.is_over or target is None or not target.is_alive or self._is_severed(write):
+            return
+        for token in tokens:
+            page = job.dst_pages[(token - job.start) // target.page_size]
+            claim = target.owners.get(page)
+            if not isinstance(claim, Claim) or claim.writer != source.life:
+                raise Violation(f"job {job.job} of {source.life} lands in page {page} of {target.life}: {claim}")
+            from_page = job.src_pages[(token - job.start) // source.page_size]
+            for head in write.heads:
+                value = source.pool[head][from_page][token % source.page_size]
+                target.pool[head][page][token % target.page_size] = value
+
+    def _finish(self, write: Write, tokens: range) -> None:
+        if write.is_over:
+            return
+        if write.target is not None and (not write.target.is_alive or self._is_severed(write)):
+            return self._fail_or_hang(write, "cut off by the peer")
+        self._land(write, tokens)
+        self._end(write, None)
+
+    def _break(self, write: Write) -> None:
+        if write.is_over:
+            return
+        self._end(write, "injected")
+        if self._rng.random() < self.odds.unreachable and write.target is not None:
+            write.source.say_unreachable(write.rank, write.target.life)
+
+    def _fail_or_hang(self, write: Write, why: str) -> None:
+        if self._rng.random() < 0.7:
+            self._clock.after(self._rng.uniform(0.0, 0.3), partial(self._end, write, why))
+
+    def _end(self, write: Write, error: str | None) -> None:
+        if write.is_over:
+            return
+        write.is_over = True
+        self._open.remove(write)
+        write.ended(error)
+
+    def _is_severed(self, write: Write) -> bool:
+        target = write.target
+        return target is not None and any(
+            write.source.life in target.severed[target.rank_of(head)] for head in write.heads
+        )
