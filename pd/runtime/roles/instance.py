@@ -9,12 +9,13 @@ import logging
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import assert_never
 
 import zmq
 
-from pd.runtime.checkpoint import resolve
+from pd.runtime.checkpoint import resolve, served_name
 from pd.runtime.config import ConfigError, InstanceConfig
 from pd.runtime.core.events import (
     ROUTER,
@@ -152,6 +153,7 @@ def run(config: InstanceConfig) -> int:
     if config.device.cores:
         os.sched_setaffinity(0, config.device.cores)
     checkpoint = resolve(config.model.model)
+    config = replace(config, model=replace(config.model, served_name=_served_name(config)))
     epoch = new_epoch()
     with zmq.Context[zmq.Socket[bytes]]() as context:
         hub = _bind(context, config)
@@ -173,6 +175,10 @@ def run(config: InstanceConfig) -> int:
             return 1
         finally:
             hub.close()
+
+
+def _served_name(config: InstanceConfig) -> str:
+    return config.model.served_name or served_name(config.model.model)
 
 
 def _bind(context: zmq.Context[zmq.Socket[bytes]], config: InstanceConfig) -> Hub:

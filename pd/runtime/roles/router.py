@@ -16,7 +16,7 @@ import uvloop
 import zmq
 from prometheus_client import CollectorRegistry, generate_latest
 
-from pd.runtime.checkpoint import resolve, served_name
+from pd.runtime.checkpoint import resolve
 from pd.runtime.config import ConfigError, RouterConfig
 from pd.runtime.core.events import (
     Abandon,
@@ -36,8 +36,9 @@ from pd.runtime.core.events import (
     Tick,
 )
 from pd.runtime.core.router import RouterBrain
-from pd.runtime.front.http import FrontSettings, make_app
-from pd.runtime.front.text import Text
+from pd.runtime.front.http import make_app
+from pd.runtime.front.settings import FrontSettings
+from pd.runtime.front.text import Text, load_text
 from pd.runtime.observe import RouterMetrics, log_stamp
 from pd.runtime.roles.process import StopSignals, new_epoch, setup_logging
 from pd.runtime.wire.link import Hub, LinkError
@@ -207,8 +208,7 @@ def run(config: RouterConfig) -> int:
     """The process body. Raises ConfigError for what a person can mend."""
     setup_logging("router")
     stop = StopSignals()
-    name = config.model.served_name or served_name(config.model.model)
-    text = Text(resolve(config.model.model))
+    text = load_text(resolve(config.model.model))
     listener = _listen(config.link.host, 8000 if config.link.port is None else config.link.port)
     with zmq.Context[zmq.Socket[bytes]]() as context:
         try:
@@ -218,25 +218,27 @@ def run(config: RouterConfig) -> int:
             raise ConfigError(str(error), hint="another router runs there: choose another --router address") from error
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                return runner.run(_serve(config, hub, listener, text=text, name=name, stop=stop))
+                return runner.run(_serve(config, hub, listener, text=text, stop=stop))
         finally:
             hub.close()
             listener.close()
 
 
 async def _serve(
-    config: RouterConfig, hub: Hub, listener: socket.socket, *, text: Text, name: str, stop: StopSignals
+    config: RouterConfig, hub: Hub, listener: socket.socket, *, text: Text, stop: StopSignals
 ) -> int:
     registry = CollectorRegistry()
     router = Router(config, hub=hub, metrics=RouterMetrics(registry))
-    settings = FrontSettings(model=name, max_body_bytes=config.max_body_bytes, request_s=config.request_s)
-    app = make_app(router, text, settings, lambda: generate_latest(registry))
+    settings = FrontSettings(max_body_bytes=config.max_body_bytes, request_s=config.request_s)
+    app = make_app(
+        router, text, settings=settings, metrics_text=lambda: generate_latest(registry), registry=registry
+    )
     server = _Server(
         uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_keep_alive=_KEEP_ALIVE_S)
     )
     tasks = [asyncio.create_task(router.run()), asyncio.create_task(server.serve([listener]))]
     host, port = listener.getsockname()[:2]
-    log.info("ready: http://%s:%d serves %s; instances meet at %s", host, port, name, config.link.router)
+    log.info("ready: http://%s:%d; instances meet at %s", host, port, config.link.router)
     await _until_told(router, tasks, stop)
     server.should_exit = server.force_exit = True
     tasks[0].cancel()
