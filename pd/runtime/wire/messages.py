@@ -203,6 +203,7 @@ class Refused(Message, frozen=True):
     handle: Handle
     reason: str
     retry_after_s: float | None  # None: it can never fit
+    is_parted: bool = False  # these lives of prefill and decode can meet no more: one has cut the other off
 
 
 class FirstToken(Message, frozen=True):
