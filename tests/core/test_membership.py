@@ -15,6 +15,7 @@ from pd.runtime.wire.messages import (
     ModelCard,
     Peers,
     Refusal,
+    Refused,
     Reserve,
     Role,
     Welcome,
@@ -254,3 +255,42 @@ def test_nothing_is_sent_to_the_dead() -> None:
     effects = bench.wait(10.2, beating=["p0"])
     assert "d0" not in [e.to for e in bench.wait(1.0, beating=["p0"]) if isinstance(e, Send)]
     assert sent(effects, Cancel)  # while it was only suspect
+
+
+def parted(bench: Bench, decode: str, reserve: Reserve) -> list[Effect]:
+    reason = f"{reserve.prefill} was cut off from {decode}"
+    return bench.hear(decode, Refused(reserve.handle, reason, 1.0, is_parted=True))
+
+
+def test_a_pair_that_can_meet_no_more_is_not_made_again_and_both_serve_with_others() -> None:
+    bench = pair_bench()
+    bench.join(hello("p1", Role.PREFILL), hello("d1", Role.DECODE))
+    name, reserve = only_reserve(bench.submit("a"))
+    assert (name, reserve.prefill) == ("d0", "p0")
+    name, reserve = only_reserve(parted(bench, "d0", reserve))
+    assert (name, reserve.prefill) == ("d1", "p0")
+    bench.lives.pop("d1")
+    bench.wait(10.5)  # d1 dies
+    assert only_reserve(bench.submit("b"))[1].prefill == "p1"
+    assert bench.brain.missing() == ()
+
+
+def test_who_is_cut_off_from_all_must_start_again() -> None:
+    bench = pair_bench()
+    _, reserve = only_reserve(bench.submit("a"))
+    parted(bench, "d0", reserve)
+    effects = bench.wait(0.1)
+    [(to, refusal)] = sent(effects, Refusal)
+    assert (to, refusal.epoch) == ("p0", "1") and "cut off from every" in refusal.reason
+    assert told(effects, "d0") == []
+    assert bench.brain.missing() == (Role.PREFILL,)
+    effects = bench.join(hello("p0", Role.PREFILL, epoch="2"))
+    assert only_reserve(effects)[1].prefill_epoch == "2"
+
+
+def test_a_new_life_of_decode_can_meet_whom_the_old_one_cut_off() -> None:
+    bench = pair_bench()
+    _, reserve = only_reserve(bench.submit("a"))
+    parted(bench, "d0", reserve)
+    effects = bench.join(hello("d0", Role.DECODE, epoch="2"))
+    assert only_reserve(effects)[1].prefill_epoch == "1"

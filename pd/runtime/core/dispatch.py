@@ -19,7 +19,7 @@ from pd.runtime.core.membership import Membership
 from pd.runtime.core.placement import Pair, fits_nowhere
 from pd.runtime.core.timetable import Timetable
 from pd.runtime.core.waiting import Waiting
-from pd.runtime.wire.messages import Cancel, Handle, Prefill, Reserve, Role, Stage, Ticket
+from pd.runtime.wire.messages import Cancel, Handle, Prefill, Refused, Reserve, Role, Stage, Ticket
 
 RETRY_AFTER_S = 1.0
 """What a client is told: about what a restarted instance or a finished request takes."""
@@ -52,9 +52,7 @@ class Deadlines:
 class Dispatch:
     """Owns every Answer from arrival to ending. What is to be done goes into `effects`, the router's list."""
 
-    def __init__(
-        self, config: RouterConfig, deadlines: Deadlines, members: Membership, effects: list[Effect]
-    ) -> None:
+    def __init__(self, config: RouterConfig, deadlines: Deadlines, members: Membership, effects: list[Effect]) -> None:
         self.answers: dict[str, Answer] = {}
         self.waiting = Waiting()
         self._config = config
@@ -109,19 +107,21 @@ class Dispatch:
         if answer.held:
             self._watch(answer, min(answer.due_at, now + self._deadlines.gap_s))
 
-    def refuse(
-        self, answer: Answer, member: Member, reason: str, *, after_s: float | None, now: float
-    ) -> None:
-        """The instance does not take it now, or (`after_s` None) ever: back into the queue, for another."""
+    def refuse(self, answer: Answer, member: Member, refused: Refused, now: float) -> None:
+        """The instance does not take it: back into the queue, for another, or for later."""
+        after_s, reason = refused.retry_after_s, refused.reason
         answer.last_reason = f"{member.name}: {reason}"
-        if after_s is None:
+        if refused.is_parted:
+            if answer.prefill is not None and answer.decode is not None:
+                answer.prefill.part_from(answer.decode.peer)
+        elif after_s is None:
             answer.unfit.add(member.name)
             if fits_nowhere(self._members, answer.wish):
                 self.end(answer, reason, now, status=400, knows=member)
                 return
         self._cancel(answer, reason, member)
         answer.move(Move.REPEAT)
-        if after_s is not None:
+        if after_s is not None and not refused.is_parted:
             member.back_off(now + max(after_s, MIN_BACKOFF_S))
         self.queue(answer, now)
 
@@ -230,9 +230,7 @@ class Dispatch:
             reason = f"no whole answer in time: in stage {answer.stage.value}, after {num_tokens} tokens"
             self.end(answer, reason, now, status=504)
         elif answer.state is State.QUEUED:
-            reason = (
-                f"no instances took it within {self._config.queue_s:g} s; {answer.last_reason or 'all busy'}"
-            )
+            reason = f"no instances took it within {self._config.queue_s:g} s; {answer.last_reason or 'all busy'}"
             self.end(answer, reason, now, status=503)
         else:
             culprit = answer.prefill if answer.state is State.PREFILLING else answer.decode or answer.prefill

@@ -56,6 +56,7 @@ class Member:
         "hello",
         "load",
         "num_assigned",
+        "parted",
         "peer",
         "pending_tokens",
         "prefixes",
@@ -76,6 +77,7 @@ class Member:
         self.foreign_running = 0  # it reports more than we gave it: left over from another life of the router
         self.foreign_tokens = 0
         self.backoff_until = 0.0
+        self.parted: set[Peer] = set()  # lives of the other role that it can meet no more
         self.prefixes = PrefixMemory(self.num_pages)
 
     @property
@@ -136,8 +138,33 @@ class Member:
         self.held_tokens -= num_tokens
         self.backoff_until = 0.0  # something became free: it may be asked again
 
+    def can_meet(self, other: Member) -> bool:
+        return other.peer not in self.parted
+
+    def part_from(self, other: Peer) -> None:
+        """One has cut the other off; neither transfer can undo it."""
+        self.parted.add(other)
+
+    def forget(self, other: Peer) -> None:
+        """That life has ended."""
+        self.parted.discard(other)
+
     def back_off(self, until: float) -> None:
         self.backoff_until = until
+
+
+def missing_roles(members: Iterable[Member]) -> tuple[Role, ...]:
+    """Roles without an instance that takes work; empty when these can serve."""
+    alive = {member.role for member in members if member.standing is Standing.ALIVE}
+    if Role.COLOCATED in alive:
+        return ()
+    return tuple(role for role in OTHER if role not in alive)
+
+
+def is_isolated(member: Member, members: Iterable[Member]) -> bool:
+    """There are instances of the other role, and it can meet none of them."""
+    others = [other for other in members if OTHER.get(other.role) is member.role]
+    return bool(others) and not any(map(member.can_meet, others))
 
 
 def mismatch(sender: Peer, hello: Hello, others: Iterable[Hello]) -> str | None:

@@ -15,14 +15,13 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from pd.runtime.core.events import Effect, Peer, Send, Stamp
-from pd.runtime.core.member import OTHER, STANDINGS, Member, Sign, Standing, mismatch
+from pd.runtime.core.member import OTHER, STANDINGS, Member, Sign, Standing, is_isolated, mismatch
 from pd.runtime.wire.messages import (
     Hello,
     Load,
     ModelCard,
     Peers,
     Refusal,
-    Role,
     Welcome,
     WhoAreYou,
 )
@@ -86,9 +85,8 @@ class Membership:
         known = self._members.get(sender.name)
         if known is not None and known.peer != sender and sender in self._ended:
             return Changes([], [])  # late, of a life that another has replaced
-        fault = self._ended.get(sender) if hello.role in OTHER else None
-        if fault is not None:
-            fault = f"this life has ended ({fault}) and its peers have cut it off: start it again"
+        if hello.role in OTHER and sender in self._ended:
+            fault: str | None = ended(self._ended[sender])
         else:
             fault = mismatch(sender, hello, (member.hello for member in self))
         if fault is not None:
@@ -119,17 +117,12 @@ class Membership:
         for member in list(self._members.values()):
             if gap > PAUSE_S:
                 member.heard_at += gap
-            self._listen(member, now, changes)
+            verdict = self._verdict(member, now)
+            if verdict is not None:
+                self._apply(member, *verdict, changes=changes, now=now)
         if self._asked_at:
             self._asked_at = {who: at for who, at in self._asked_at.items() if now - at < ASK_EVERY_S}
         return changes
-
-    def missing(self) -> tuple[Role, ...]:
-        """Roles without an instance that takes work; empty when the cluster can serve."""
-        alive = {member.role for member in self if member.standing is Standing.ALIVE}
-        if Role.COLOCATED in alive:
-            return ()
-        return tuple(role for role in OTHER if role not in alive)
 
     def card(self) -> ModelCard | None:
         """What all agree on, with the smallest limit of the living; of the last that lived if none does."""
@@ -145,15 +138,22 @@ class Membership:
             assert member.peer not in self._ended, f"{member.peer} has ended and still lives"
         assert len(self._ended) <= MAX_ENDED
 
-    def _listen(self, member: Member, now: float, changes: Changes) -> None:
+    def _verdict(self, member: Member, now: float) -> tuple[Sign, str] | None:
+        """What its silence says of it; or what all decode instances have done."""
+        if member.parted and is_isolated(member, self):
+            return Sign.DEAD, f"{member.name} is cut off from every living instance of the other role"
         silent_s = now - member.heard_at
         if silent_s < self._beat_timeout_s:
-            return
-        reason = f"no beat of {member.name} for {silent_s:.1f} s"
+            return None
         sign = Sign.DEAD if silent_s >= self._dead_after_s else Sign.SILENT
+        return sign, f"no beat of {member.name} for {silent_s:.1f} s"
+
+    def _apply(self, member: Member, sign: Sign, reason: str, *, changes: Changes, now: float) -> None:
         if STANDINGS.get((member.standing, sign)) is Standing.GONE:
             changes.losses.append(self._end(member, sign, reason))
             changes.effects.append(Stamp(member.name, "lost", reason))
+            if member.role in OTHER:
+                changes.effects.append(Send(member.name, Refusal(ended(reason), member.peer.epoch)))
             changes.effects.extend(self._tell_others(member, now))
         elif member.move(sign):
             changes.losses.append(Loss(member, reason))
@@ -163,6 +163,8 @@ class Membership:
         member.move(sign)
         del self._members[member.name]
         self._ended[member.peer] = reason
+        for other in self:
+            other.forget(member.peer)
         while len(self._ended) > MAX_ENDED:
             self._ended.popitem(last=False)
         return Loss(member, reason)
@@ -186,3 +188,7 @@ class Membership:
     def _tell_others(self, changed: Member, now: float) -> list[Effect]:
         others = [other for other in self if OTHER.get(other.role) is changed.role]
         return [effect for other in others for effect in self._tell(other, now)]
+
+
+def ended(reason: str) -> str:
+    return f"this life has ended ({reason}) and its peers cut it off: start it again"

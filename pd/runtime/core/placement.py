@@ -28,16 +28,20 @@ def choose(members: Iterable[Member], wish: Wish, now: float) -> Pair | None:
     """The pair for a request, or None while none that it fits takes work."""
     open_to = [member for member in members if member.takes_work(now) and member.name not in wish.unfit]
     decodes = [member for member in open_to if member.role is Role.DECODE]
-    computing = {Role.COLOCATED, Role.PREFILL} if decodes or not wish.decodes else {Role.COLOCATED}
-    firsts = [member for member in open_to if member.role in computing]
+
+    def can_be_first(member: Member) -> bool:
+        if member.role is Role.PREFILL:
+            return not wish.decodes or any(map(member.can_meet, decodes))
+        return member.role is Role.COLOCATED
+
+    firsts = list(filter(can_be_first, open_to))
     if not firsts:
         return None
     first = _least_work(firsts, wish)
     if first.role is Role.COLOCATED or not wish.decodes:
         return Pair(first, None)
-    return Pair(
-        first, min(decodes, key=lambda member: (member.name == wish.avoid, _fullness(member), member.name))
-    )
+    met = filter(first.can_meet, decodes)
+    return Pair(first, min(met, key=lambda member: (member.name == wish.avoid, _fullness(member), member.name)))
 
 
 def fits_nowhere(members: Iterable[Member], wish: Wish) -> bool:

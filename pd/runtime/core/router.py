@@ -28,7 +28,7 @@ from pd.runtime.core.events import (
     Submit,
     Tick,
 )
-from pd.runtime.core.member import Member, Sign
+from pd.runtime.core.member import Member, Sign, missing_roles
 from pd.runtime.core.membership import Changes, Membership
 from pd.runtime.wire.messages import (
     AnyMessage,
@@ -87,7 +87,7 @@ class RouterBrain:
 
     def missing(self) -> tuple[Role, ...]:
         """Roles without an instance that takes work; empty when the cluster can serve."""
-        return self._members.missing()
+        return missing_roles(self._members)
 
     def card(self) -> ModelCard | None:
         """The model served, with the smallest limit of the living; None before the first Hello."""
@@ -116,9 +116,7 @@ class RouterBrain:
         for member in self._members:
             held = [answer for answer in answers if member in (answer.prefill, answer.decode)]
             pending = [a for a in held if member is a.prefill and not a.is_computed]
-            assert member.num_assigned == len(held), (
-                f"{member.name} counts {member.num_assigned}, has {len(held)}"
-            )
+            assert member.num_assigned == len(held), f"{member.name} counts {member.num_assigned}, has {len(held)}"
             assert member.held_tokens == sum(answer.started_at for answer in held), member.name
             assert member.pending_tokens == sum(answer.started_at for answer in pending), member.name
 
@@ -162,10 +160,10 @@ class RouterBrain:
                     self._stop(member, handle)
                 elif answer.state is State.RESERVING:
                     self._dispatch.begin_prefill(answer, ticket, now)
-            case Refused(handle, reason, retry_after_s):
+            case Refused(handle):
                 answer = self._dispatch.find(member, handle)
-                if answer is not None:
-                    self._dispatch.refuse(answer, member, reason, after_s=retry_after_s, now=now)
+                if answer is not None and answer.state is not State.DECODING:
+                    self._dispatch.refuse(answer, member, message, now)
             case Failed():
                 self._failed(member, message, now)
             case Cancelled(handle):
@@ -214,7 +212,7 @@ class RouterBrain:
         has_begun = stage not in (Stage.QUEUE, Stage.RESERVE) or answer.state is State.DECODING
         if not has_begun:  # no failed attempt, but an instance without room
             after_s = RETRY_AFTER_S if message.retryable else None
-            self._dispatch.refuse(answer, member, reason, after_s=after_s, now=now)
+            self._dispatch.refuse(answer, member, Refused(message.handle, reason, after_s), now)
         elif message.retryable:
             self._dispatch.fail(answer, member, stage, reason=reason, now=now)
         else:
