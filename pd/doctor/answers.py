@@ -139,3 +139,25 @@ class Visit(Answer, frozen=True):
     mtu_there: int | None = None
     whole_out: int = 0  # the largest uncut packet that arrived there; 0: none did
     whole_back: int = 0
+
+
+class RankNeeds(msgspec.Struct, frozen=True):
+    weights: int  # bytes
+    query_heads: int
+    kv_heads: int
+    page_nbytes: int
+
+
+class Needs(Answer, frozen=True):
+    """What a launch of a model needs, a rank each."""
+
+    error: str  # "": its config.json was understood
+    hint: str = ""
+    architecture: str = ""
+    dtype: str = ""
+    num_layers: int = 0
+    num_query_heads: int = 0
+    num_kv_heads: int = 0
+    max_positions: int = 0  # tokens
+    token_nbytes: int = 0  # of KV, over the whole model
+    ranks: tuple[RankNeeds, ...] = ()

@@ -9,11 +9,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 
 import msgspec
 
-from pd.doctor.machine import Access, AnswerT, Output, Silence, Space, Why
+from pd.doctor.machine import Access, Answer, AnswerT, Output, Silence, Space, Why
 
 COMMAND_S = 5.0
 """nvidia-smi with a sleeping driver takes 2 to 3 s."""
@@ -21,8 +22,8 @@ ASK_S = 30.0
 """Importing torch from a cold network disk takes tens of seconds; anything longer hangs."""
 QUIET = {"NIXL_LOG_LEVEL": "ERROR", "UCX_LOG_LEVEL": "fatal", "GLOG_minloglevel": "3", "MC_LOG_LEVEL": "ERROR"}
 """For libraries that are asked: their last words are read, not their greetings."""
-LARGEST_FILE = 4 << 20
-"""Bytes: /proc/kallsyms is about 12 MB and is searched by commands, everything else is far smaller."""
+LARGEST_FILE = 1 << 20
+"""Bytes. /proc/sys refuses reads of 4 MiB at once; /proc/kallsyms, which is larger, is searched by a command."""
 
 
 class ThisMachine:
@@ -31,6 +32,8 @@ class ThisMachine:
     def __init__(self) -> None:
         self.run = cache(self._run)
         self._ask_once = cache(self._ask)
+        self._threads = ThreadPoolExecutor(2)
+        self._asking: dict[str, Future[bytes | Silence]] = {}
 
     @property
     def env(self) -> Mapping[str, str]:
@@ -67,13 +70,19 @@ class ThisMachine:
         return Space(found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize)
 
     def ask(self, wanted: type[AnswerT], *arguments: str) -> AnswerT | Silence:
-        answer = self._ask_once(wanted.module(), *arguments)
+        begun = None if arguments else self._asking.get(wanted.module())
+        answer = begun.result() if begun else self._ask_once(wanted.module(), *arguments)
         if isinstance(answer, Silence):
             return answer
         try:
             return msgspec.json.decode(answer, type=wanted)
         except msgspec.MsgspecError as error:
             return Silence(Why.FAILED, f"unreadable answer: {error}")
+
+    def foresee(self, *wanted: type[Answer]) -> None:
+        """Begin to ask libraries now, beside whatever comes before their answers are needed."""
+        for one in wanted:
+            self._asking[one.module()] = self._threads.submit(self._ask, one.module())
 
     def _run(self, *command: str) -> Output | None:
         environment = {**os.environ, "LC_ALL": "C"}

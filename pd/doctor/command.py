@@ -1,0 +1,138 @@
+"""`pd doctor`: options -> checks -> a report and an exit status."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from itertools import groupby
+
+import msgspec
+from rich.console import Console
+from rich.text import Text
+
+from pd.doctor.answers import Hosts, Mooncake, Nixl, Packages, Torch, Verbs
+from pd.doctor.catalog import CHECKS, HEADINGS
+from pd.doctor.check import Check, Examined, examine, select
+from pd.doctor.checks.needs import needs_checks
+from pd.doctor.checks.peer import peer_checks
+from pd.doctor.facts import gather
+from pd.doctor.local import ThisMachine
+from pd.doctor.machine import Machine
+from pd.doctor.options import DoctorOptions
+from pd.doctor.peer.serve import Service
+from pd.doctor.peer.visit import parse
+from pd.doctor.report import explain, group_report, summary
+from pd.doctor.result import Status
+from pd.runtime.config import ConfigError
+
+READY, NOT_READY = 0, 1
+"""Exit statuses; wrong use is a ConfigError, which the command line turns into 2."""
+
+
+def doctor(options: DoctorOptions) -> int:
+    """Run the command. Raises ConfigError for wrong use."""
+    checks = _chosen(options)
+    console = _console()
+    if options.explain:
+        explain(_find(options.explain, checks), console)
+        return READY
+    machine = ThisMachine()
+    if options.serve:
+        return _serve(options, machine, console)
+    began = time.monotonic()
+    if len(checks) == len(CHECKS):  # a whole run needs them all
+        machine.foresee(Torch, Nixl, Packages, Hosts, Verbs, Mooncake)
+    examined = _run_silently(checks, machine) if options.json else _run(checks, machine, console, options.verbose)
+    if options.json:
+        sys.stdout.write(as_json(examined) + "\n")
+    else:
+        console.print()
+        console.print(summary(examined, time.monotonic() - began))
+    return NOT_READY if any(e.result.status is Status.FAIL for e in examined) else READY
+
+
+def as_json(examined: Sequence[Examined]) -> str:
+    """An object: ready, and a list of checks with everything that the report would show."""
+    rows = [
+        {
+            "check": e.check.id,
+            "title": e.check.title,
+            "status": e.result.status.value,
+            "read": e.result.read,
+            "means": e.result.means,
+            "fix": e.result.fix,
+            "details": e.result.details,
+            "seconds": round(e.seconds, 4),
+        }
+        for e in examined
+    ]
+    ready = all(e.result.status is not Status.FAIL for e in examined)
+    return msgspec.json.format(msgspec.json.encode({"ready": ready, "checks": rows}), indent=2).decode()
+
+
+def _chosen(options: DoctorOptions) -> tuple[Check, ...]:
+    """A visit or a model narrows the run to itself, unless --only says more."""
+    only = [name.strip() for name in (options.only or "").split(",") if name.strip()]
+    extra: tuple[Check, ...] = ()
+    try:
+        if options.peer:
+            parse(options.peer)
+            extra += peer_checks(options.peer)
+        if options.model:
+            extra += needs_checks(options.model, role=options.role, tp=options.tp, page_size=options.page_size)
+        if extra and not only and not options.explain:
+            return extra
+        if options.explain and not extra:
+            extra = (*peer_checks("HOST"), *needs_checks("MODEL", role="colocated", tp=1, page_size=16))
+        return select((*CHECKS, *extra), only)
+    except ValueError as error:
+        raise ConfigError(str(error), hint="pd doctor --help") from error
+
+
+def _find(name: str, checks: Sequence[Check]) -> Check:
+    for check in checks:
+        if check.id == name:
+            return check
+    near = [c.id for c in checks if name in c.id or c.group == name.partition(".")[0]]
+    raise ConfigError(f"no check {name!r}", hint="one of " + ", ".join(near or sorted({c.group for c in checks})))
+
+
+def _console() -> Console:
+    """No colour where NO_COLOR is set or standard output is no terminal; COLUMNS is obeyed."""
+    return Console(highlight=False, no_color=True if os.environ.get("NO_COLOR") else None, soft_wrap=False)
+
+
+def _run_silently(checks: Sequence[Check], machine: Machine) -> list[Examined]:
+    return [examine(check, machine) for check in checks]
+
+
+def _run(checks: Sequence[Check], machine: Machine, console: Console, verbose: bool) -> list[Examined]:
+    """Each group is printed when its last check is done; what runs now is shown below on a terminal."""
+    done: list[Examined] = []
+    for group, members in groupby(checks, key=lambda c: c.group):
+        found = []
+        with console.status("") as status:
+            for check in members:
+                status.update(Text(f"{HEADINGS.get(group, group)}: {check.title}", style="dim"))
+                found.append(examine(check, machine))
+        console.print(group_report(group, found, verbose=verbose))
+        done += found
+    return done
+
+
+def _serve(options: DoctorOptions, machine: Machine, console: Console) -> int:
+    try:
+        service = Service(options.host, options.port, gather(machine))
+    except OSError as error:
+        fault = f"cannot listen on {options.host}:{options.port}: {error.strerror or error}"
+        raise ConfigError(fault, hint="--host takes an address of this host, --port a free port") from error
+    host, port = service.address
+    console.print(f"serving on {host}:{port}; on the other host: pd doctor --peer {host}:{port}")
+    console.print("anyone who reaches this port can read versions and make this host receive data; Ctrl-C ends it")
+    try:
+        service.serve()
+    except KeyboardInterrupt:
+        service.close()
+    return READY
