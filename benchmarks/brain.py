@@ -21,6 +21,7 @@ from pd.runtime.wire.messages import (
     Hello,
     Landed,
     ModelCard,
+    Peers,
     Reserve,
     Role,
     Sampling,
@@ -50,6 +51,8 @@ def decode_brain(num_running: int) -> InstanceBrain:
         max_model_len=card.max_model_len,
     )
     brain = InstanceBrain(settings, hello)
+    peer = Hello("p", Role.PREFILL, "1", WIRE_VERSION, card, layout, shards, "memory", (b"",), "", num_running)
+    brain.on(Received(Peer(ROUTER, ""), Peers((peer,))), 0.0)
     sampling = Sampling(max_tokens=2 * STEPS, stop_token_ids=(1, 2))
     for number in range(num_running):
         handle = Handle(f"request-{number:06}", 1)

@@ -92,6 +92,8 @@ class World:
                 assert said(me.router(Cancel(handle, "left")), Cancelled) == [Cancelled(handle)]
             case "odd" if dice.random() < 0.3:
                 self.odd()
+            case "odd":
+                self.restart_severed()
         me.wait(dice.choice((0.0, 0.1, 0.1, 1.0)))
 
     def settle(self) -> None:
@@ -121,6 +123,12 @@ class World:
         self.requests[request.handle] = request
         self.owners.update(dict.fromkeys(ticket.pages if ticket else (), request.handle))
         self.me.router(request)
+
+    def restart_severed(self) -> None:
+        for name, peer in self.peers.items():
+            if self.attached.get(name) != peer.epoch:
+                self.peers[name] = self.new_life(name)
+        self.me.meet(*self.peers.values())
 
     def odd(self) -> None:
         dice, me = self.dice, self.me

@@ -1,4 +1,4 @@
-"""Whether a prefill or colocated instance takes a request, and what it says if not. Pure."""
+"""Whether an instance can ever take a request, and what it says if not. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pd.runtime.core.events import ROUTER, Effect, Peer, Send, Stamp
 from pd.runtime.core.lives import Links
 from pd.runtime.core.pages import num_pages_for
 from pd.runtime.core.settings import BrainSettings
-from pd.runtime.wire.messages import Failed, Fenced, Prefill, Stage, Ticket
+from pd.runtime.wire.messages import Failed, Fenced, Prefill, Refused, Reserve, Stage, Ticket
 
 
 class Fault(NamedTuple):
@@ -62,4 +62,21 @@ def ticket_fault(ticket: Ticket, num_tokens: int, *, me: Peer, links: Links, pag
     num_pages = num_pages_for(num_tokens - ticket.held_tokens, size)
     if len(ticket.pages) != num_pages:
         return Fault(Stage.TRANSFER, f"the ticket has {len(ticket.pages)} pages, not {num_pages}", True)
+    return None
+
+
+def pages_to_promise(message: Reserve, limit: int, page_size: int) -> int:
+    """For what will land, and one token more where there will be one."""
+    num_tokens = len(message.tokens)
+    return num_pages_for(max(num_tokens, min(num_tokens + 1, limit - 1)), page_size)
+
+
+def never_fits(message: Reserve, limit: int, settings: BrainSettings) -> Refused | None:
+    """Why this request can never decode here."""
+    num_tokens = len(message.tokens)
+    num_pages = num_pages_for(limit - 1, settings.page_size)
+    if not 0 < num_tokens < limit:
+        return Refused(message.handle, f"{num_tokens} tokens leave none to generate of {limit}", None)
+    if num_pages > settings.num_pages:
+        return Refused(message.handle, f"{limit} tokens need {num_pages} pages; there are {settings.num_pages}", None)
     return None

@@ -3,7 +3,7 @@
 Rules
 1. The router hears of an attempt's end at once; the pages stay until a proof that no write can come.
 2. Landed and Fenced count only from the very life the pages were promised to.
-3. A life that was severed is promised nothing more.
+3. A life is promised pages only while our ranks could sever it, and nothing more once they were told to.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pd.runtime.core.decode import DecodePart
-from pd.runtime.core.events import ROUTER, Effect, Exit, Order, Peer, Send, Stamp
-from pd.runtime.core.lives import Lives
+from pd.runtime.core.entry import never_fits, pages_to_promise
+from pd.runtime.core.events import ROUTER, Effect, Exit, Peer, Send, Stamp
+from pd.runtime.core.lives import Links
 from pd.runtime.core.pages import PageTable, num_pages_for
 from pd.runtime.core.prefix import PrefixCache
 from pd.runtime.core.request import Phase, Request, limit_of
@@ -25,7 +26,6 @@ from pd.runtime.wire.messages import (
     Refused,
     Reserve,
     Reserved,
-    Sever,
     Severed,
     Stage,
     Stop,
@@ -49,40 +49,28 @@ class Inbox:
 
 class Inboxes:
     def __init__(
-        self, settings: BrainSettings, me: Peer, *, pages: PrefixCache, lives: Lives, decode: DecodePart
+        self, settings: BrainSettings, me: Peer, *, pages: PrefixCache, links: Links, decode: DecodePart
     ) -> None:
         self._settings = settings
         self._me = me
         self._pages = pages
         self._decode = decode
         self._inboxes: dict[Handle, Inbox] = {}
-        self._lives = lives
-        self._asked: set[Peer] = set()  # ordered to be severed, and not answered yet
+        self._links = links
 
-    @property
-    def num_reserved(self) -> int:
-        return sum(inbox.state is InboxState.RESERVED for inbox in self._inboxes.values())
-
-    @property
-    def num_pending(self) -> int:
-        """Not landed, and not quarantined."""
-        return sum(inbox.state is not InboxState.QUARANTINED for inbox in self._inboxes.values())
-
-    def tables(self) -> Iterator[PageTable]:
-        """Tables whose pages are held, not quarantined."""
-        for inbox in self._inboxes.values():
-            if inbox.state is not InboxState.QUARANTINED:
-                yield inbox.table
+    def __iter__(self) -> Iterator[Inbox]:
+        return iter(list(self._inboxes.values()))
 
     def reserve(self, message: Reserve, now: float) -> list[Effect]:
         """Promise pages, or say at once why not."""
         limit = limit_of(message.num_prompt, message.sampling, self._settings.max_model_len)
         life = Peer(message.prefill, message.prefill_epoch)
-        refused = self._never(message, limit) or self._not_now(message, life)
+        num_pages = pages_to_promise(message, limit, self._settings.page_size)
+        refused = never_fits(message, limit, self._settings) or self._not_now(message, life, num_pages=num_pages)
         if refused is not None:
             return [Send(ROUTER, refused), Stamp(str(message.handle), "refused", refused.reason)]
         table = PageTable()
-        if self._pages.grow(table, self._num_pages(message, limit)) is None:
+        if self._pages.grow(table, num_pages) is None:
             raise AssertionError("fewer pages than were just counted")
         self._inboxes[message.handle] = Inbox(message, life, limit, table, now + message.deadline_s)
         num_written = num_pages_for(len(message.tokens), self._settings.page_size)
@@ -112,7 +100,7 @@ class Inboxes:
 
     def lose(self, life: Peer, now: float) -> list[Effect]:
         """That life of a prefill instance is over."""
-        effects: list[Effect] = [Stamp(life.name, "lost", f"epoch {life.epoch}")]
+        effects: list[Effect] = []
         reason = f"prefill instance {life.name} is lost"
         for inbox in self._of(life):
             effects += self._fail(inbox, Event.PEER_LOST, reason=reason, now=now)
@@ -121,7 +109,6 @@ class Inboxes:
     def severed(self, answer: Severed, now: float) -> list[Effect]:
         """All ranks have answered a Sever."""
         life = Peer(answer.peer, answer.epoch)
-        self._asked.discard(life)
         effects: list[Effect] = []
         for inbox in self._of(life):
             effects += self._move(inbox, Event.SEVERED if answer.clean else Event.UNCLEAN, now=now)
@@ -132,13 +119,10 @@ class Inboxes:
             effects.append(Exit(f"{num_quarantined} pages are quarantined: start again", failed=True))
         return effects
 
-    def was_asked(self, answer: Severed) -> bool:
-        return Peer(answer.peer, answer.epoch) in self._asked
-
     def sweep(self, now: float) -> list[Effect]:
         """Look at all deadlines."""
         effects: list[Effect] = []
-        for inbox in list(self._inboxes.values()):
+        for inbox in self:
             if inbox.state is not InboxState.QUARANTINED and now >= inbox.deadline:
                 reason = f"not landed within {inbox.reserve.deadline_s:g} s"
                 effects += self._fail(inbox, Event.TIMEOUT, reason=reason, now=now)
@@ -158,30 +142,12 @@ class Inboxes:
     def _of(self, life: Peer) -> list[Inbox]:
         return [inbox for inbox in self._inboxes.values() if inbox.life == life]
 
-    def _num_pages(self, message: Reserve, limit: int) -> int:
-        """For what will land, and one token more where there will be one."""
-        num_tokens = len(message.tokens)
-        return num_pages_for(max(num_tokens, min(num_tokens + 1, limit - 1)), self._settings.page_size)
-
-    def _never(self, message: Reserve, limit: int) -> Refused | None:
-        """Why it can never be served here."""
-        num_tokens = len(message.tokens)
-        num_pages = num_pages_for(limit - 1, self._settings.page_size)
-        if not 0 < num_tokens < limit:
-            return Refused(message.handle, f"{num_tokens} tokens leave none to generate of {limit}", None)
-        if num_pages > self._settings.num_pages:
-            reason = f"{limit} tokens need {num_pages} pages; there are {self._settings.num_pages}"
-            return Refused(message.handle, reason, None)
-        return None
-
-    def _not_now(self, message: Reserve, life: Peer) -> Refused | None:
+    def _not_now(self, message: Reserve, life: Peer, *, num_pages: int) -> Refused | None:
         """Why it cannot be served now."""
         max_waiting, retry_after_s = self._settings.step.max_waiting, self._settings.deadlines.retry_after_s
-        limit = limit_of(message.num_prompt, message.sampling, self._settings.max_model_len)
-        num_pages = self._num_pages(message, limit)
         num_available = self._pages.num_available
-        if self._lives.is_severed(life):
-            reason = f"{life.name} was cut off from {self._me.name}; it must be started again"
+        if self._links.find(life) is None:
+            reason = f"{self._me.name} is not attached to {life.name} (epoch {life.epoch}), and could not sever it"
         elif len(self._inboxes) + len(self._decode.ready) >= max_waiting:
             reason = f"{max_waiting} requests wait already"
         elif num_pages + self._decode.headroom > num_available:
@@ -219,7 +185,7 @@ class Inboxes:
             case handoff.Effect.SEND_STOP:
                 return [Send(inbox.life.name, Stop(inbox.reserve.handle))]
             case handoff.Effect.SEVER:
-                return self._sever(inbox.life)
+                return self._links.cut(inbox.life)
             case handoff.Effect.FREE:
                 self._pages.release(inbox.table)
             case handoff.Effect.QUARANTINE:
@@ -229,14 +195,6 @@ class Inboxes:
             case _:
                 raise AssertionError(f"{effect} is not for this end")
         return []
-
-    def _sever(self, life: Peer) -> list[Effect]:
-        """Ask the ranks, once until they answer."""
-        self._lives.sever(life)
-        if life in self._asked:
-            return []
-        self._asked.add(life)
-        return [Order(Sever(*life)), Stamp(life.name, "severed", f"epoch {life.epoch}")]
 
     def _admit(self, inbox: Inbox) -> list[Effect]:
         reserve, landed = inbox.reserve, inbox.landed

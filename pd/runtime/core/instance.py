@@ -31,6 +31,7 @@ from pd.runtime.core.events import (
 from pd.runtime.core.greeter import Greeter
 from pd.runtime.core.parts import Parts
 from pd.runtime.core.settings import BrainSettings, Deadlines
+from pd.runtime.core.work import Work
 from pd.runtime.wire.messages import (
     AnyMessage,
     Bye,
@@ -65,6 +66,7 @@ class InstanceBrain:
         self._settings = settings
         self._me = Peer(hello.worker, hello.epoch)
         self._parts = Parts(settings, hello.role, self._me)
+        self._work = Work(settings, self._parts)
         self._attempts = Attempts()
         self._greeter = Greeter(hello, settings.deadlines)
         self._draining: str | None = None  # why
@@ -85,7 +87,7 @@ class InstanceBrain:
                 effects = [self._unexpected(type(event).__name__, "this process")]
             case _:
                 assert_never(event)
-        effects += self._parts.plan(now)
+        effects += self._work.plan(now)
         return self._exit_once(effects)
 
     def load(self) -> Load:
@@ -107,7 +109,7 @@ class InstanceBrain:
             effects = self._hear_peer(sender, message, now=now)
         else:
             is_rank = sender.name.isdecimal() and int(sender.name) < self._settings.num_ranks
-            effects = self._parts.hear_rank(int(sender.name), message, now=now) if is_rank else None
+            effects = self._work.hear_rank(int(sender.name), message, now=now) if is_rank else None
         if effects is None:
             return [self._unexpected(type(message).__name__, sender.name)]
         return effects
@@ -121,13 +123,13 @@ class InstanceBrain:
             case Refusal(reason=reason, epoch=epoch):
                 return [Exit(reason, failed=True)] if epoch in ("", self._me.epoch) else None
             case Peers(peers=peers):
-                return self._parts.meet(peers, now)
+                return self._work.meet(peers, now)
             case Reserve():
                 return self._reserve(message, now)
             case Prefill():
                 return self._submit(message, now)
             case Cancel(handle=handle, reason=reason):
-                effects = self._parts.cancel(handle, reason, now=now)
+                effects = self._work.cancel(handle, reason, now=now)
                 if effects is None:
                     self._attempts.stop(handle)
                 stamp = Stamp(str(handle), "cancelled", reason)
@@ -186,21 +188,21 @@ class InstanceBrain:
     def _supersede(self, handle: Handle, now: float) -> list[Effect]:
         """The router has given up the attempt before this one."""
         earlier = self._attempts.earlier(handle)
-        effects = self._parts.cancel(earlier, f"attempt {handle.attempt} follows", now=now) if earlier else None
+        effects = self._work.cancel(earlier, f"attempt {handle.attempt} follows", now=now) if earlier else None
         return effects or []
 
     def _tick(self, now: float) -> list[Effect]:
         effects = self._greeter.tick(self._parts.load, now)
         if now >= self._sweep_at:
             self._sweep_at = now + self._settings.deadlines.sweep_s
-            effects += self._parts.sweep(now)
+            effects += self._work.sweep(now)
         return effects
 
     def _drain(self, reason: str, now: float) -> list[Effect]:
         if self._draining is not None:
             return []
         self._draining = f"{self._me.name} is draining: {reason}"
-        return [Send(ROUTER, Bye(reason)), *self._parts.clear_queue(self._draining, now)]
+        return [Send(ROUTER, Bye(reason)), *self._work.clear_queue(self._draining, now)]
 
     def _exit_once(self, effects: list[Effect]) -> list[Effect]:
         if self._draining is not None and not self._has_exited and self._parts.is_done():

@@ -1,7 +1,8 @@
-"""The other role's instances as the router lists them, and the ways to those we write to. Pure."""
+"""The other role's instances as the router lists them, and our ranks' ways to them. Pure."""
 
 from __future__ import annotations
 
+import enum
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -22,14 +23,12 @@ class Lives:
 
     A life that another epoch of its name replaces is over at once. One that only vanishes from the list has
     `vanished_s` to return: a restarted router hears of its instances one after the other.
-    A severed life stays severed, whatever is said of it later: the transfer cannot undo it.
     """
 
     def __init__(self, vanished_s: float) -> None:
         self._vanished_s = vanished_s
         self._listed: dict[str, Hello] = {}
         self._vanished: dict[str, tuple[Hello, float]] = {}  # and until when it may return
-        self._severed: OrderedDict[Peer, None] = OrderedDict()
 
     def update(self, peers: Iterable[Hello], now: float) -> tuple[list[Hello], list[Peer]]:
         """Take the router's whole list. Returns the lives that are new on it, and those that are over."""
@@ -51,68 +50,92 @@ class Lives:
             del self._vanished[life.name]
         return lost
 
-    def is_severed(self, life: Peer) -> bool:
-        return life in self._severed
 
-    def sever(self, life: Peer) -> None:
-        self._severed[life] = None
-        self._severed.move_to_end(life)
-        if len(self._severed) > MAX_SEVERED:
-            self._severed.popitem(last=False)
+class Way(enum.Enum):
+    """To one life of a peer."""
+
+    CLOSED = enum.auto()  # to be attached as soon as it can be
+    OPEN = enum.auto()
+    CUT = enum.auto()  # for good: a transfer cannot take back a Sever
 
 
 @dataclass(slots=True)
 class Link:
-    """Our ranks' way to one life of a peer."""
-
     hello: Hello
-    is_attached: bool
+    way: Way
     attach_at: float  # not before
 
 
 class Links:
-    """Attached peers by name.
+    """Which lives our ranks are attached to. Who writes must be, to write; who promises pages must be, to sever.
 
     A write job names its peer and not its epoch, and starts only after its step. So a new life of a name is attached
     when no job to an older life of it is open: such a job would land in the new one's pages.
     """
 
-    def __init__(self, attach_s: float, has_open_jobs: Callable[[str], bool]) -> None:
+    def __init__(self, attach_s: float) -> None:
         self._attach_s = attach_s
-        self._has_open_jobs = has_open_jobs
-        self._links: dict[str, Link] = {}
+        self._links: dict[str, Link] = {}  # by name, each listed peer once
+        self._severed: OrderedDict[Peer, None] = OrderedDict()
+        self._asked: set[Peer] = set()  # ordered to be severed, and not answered yet
+
+    @property
+    def is_isolated(self) -> bool:
+        """Every peer that lives was cut off. Only a new life of ours can reach them."""
+        return bool(self._links) and all(link.way is Way.CUT for link in self._links.values())
 
     def find(self, life: Peer) -> Hello | None:
-        """The peer, if this very life of it can be written to."""
+        """The peer, if our ranks are attached to this very life of it."""
         link = self._links.get(life.name)
-        return link.hello if link and link.is_attached and link.hello.epoch == life.epoch else None
+        return link.hello if link and link.way is Way.OPEN and link.hello.epoch == life.epoch else None
 
     def meet(self, hello: Hello, now: float) -> None:
-        self._links[hello.worker] = Link(hello, is_attached=False, attach_at=now)
+        way = Way.CUT if life_of(hello) in self._severed else Way.CLOSED
+        self._links[hello.worker] = Link(hello, way, now)
 
-    def part(self, life: Peer) -> list[Effect]:
-        """That life is over: cut it off, so that open jobs fail and nothing is kept for it."""
+    def part(self, life: Peer) -> None:
+        """That life is over."""
         link = self._links.get(life.name)
         if link and link.hello.epoch == life.epoch:
             del self._links[life.name]
-        return [Order(Sever(*life)), Stamp(life.name, "lost", f"epoch {life.epoch}")]
+
+    def cut(self, life: Peer) -> list[Effect]:
+        """Have that life severed, and know it as such from now on. Nothing is ordered while an answer is due."""
+        link = self._links.get(life.name)
+        if link and link.hello.epoch == life.epoch:
+            link.way = Way.CUT
+        self._severed[life] = None
+        self._severed.move_to_end(life)
+        if len(self._severed) > MAX_SEVERED:
+            self._severed.popitem(last=False)
+        if life in self._asked:
+            return []
+        self._asked.add(life)
+        return [Order(Sever(*life)), Stamp(life.name, "severed", f"epoch {life.epoch}")]
+
+    def is_asked(self, life: Peer) -> bool:
+        """The ranks were ordered to sever it, and not all have answered."""
+        return life in self._asked
+
+    def answered(self, life: Peer) -> None:
+        self._asked.discard(life)
 
     def break_off(self, life: Peer, reason: str, *, now: float) -> list[Effect]:
-        """The way to that life is broken; try again soon. Nothing, if that is known already."""
+        """The way to that life is broken; try again soon. Nothing, if it was not open."""
         if self.find(life) is None:
             return []
         link = self._links[life.name]
-        link.is_attached = False
+        link.way = Way.CLOSED
         link.attach_at = now + self._attach_s
         return [Stamp(life.name, "unreachable", reason)]
 
-    def sweep(self, now: float) -> list[Effect]:
-        """Attach what can be attached."""
+    def attach(self, has_open_jobs: Callable[[str], bool], now: float) -> list[Effect]:
+        """Attach what can be attached. `has_open_jobs`: to any life of that name."""
         effects: list[Effect] = []
         for name, link in self._links.items():
-            if link.is_attached or now < link.attach_at or self._has_open_jobs(name):
+            if link.way is not Way.CLOSED or now < link.attach_at or has_open_jobs(name):
                 continue
-            link.is_attached = True
+            link.way = Way.OPEN
             peer = link.hello
             effects.append(Order(Attach(name, peer.epoch, peer.layout, peer.shards, peer.endpoints)))
             effects.append(Stamp(name, "attached", f"epoch {peer.epoch}"))

@@ -13,13 +13,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import assert_never
 
-from pd.runtime.core.events import Effect, Order, Peer, Send, Stamp
+from pd.runtime.core.events import Effect, Peer, Send, Stamp
 from pd.runtime.core.flight import Flight
+from pd.runtime.core.lives import Links
 from pd.runtime.core.pages import num_pages_for
 from pd.runtime.core.request import Request
 from pd.runtime.core.settings import BrainSettings
 from pd.runtime.core.step import Step
-from pd.runtime.wire.messages import Fenced, Handle, Landed, Sever, Ticket, Token, WriteDone, WriteJob
+from pd.runtime.wire.messages import Fenced, Handle, Landed, Ticket, Token, WriteDone, WriteJob
 from pd.transfer import handoff
 from pd.transfer.handoff import OUTBOX, Event, OutboxState
 
@@ -39,9 +40,10 @@ class Outbox:
 
 
 class Outboxes:
-    def __init__(self, settings: BrainSettings, flight: Flight) -> None:
+    def __init__(self, settings: BrainSettings, flight: Flight, links: Links) -> None:
         self._settings = settings
         self._flight = flight
+        self._links = links
         self._outboxes: dict[Handle, Outbox] = {}
         self._jobs: dict[int, Outbox] = {}
         self._last_job = 0
@@ -148,7 +150,7 @@ class Outboxes:
                 return [Send(peer, Fenced(request.handle, outbox.reason))]
             case handoff.Effect.SEVER:
                 outbox.deadline = now + self._settings.deadlines.stopping_s
-                return [Order(Sever(*outbox.life)), Stamp(peer, "severed", f"{request.handle} does not drain")]
+                return self._links.cut(outbox.life)
             case handoff.Effect.FREE:
                 self._flight.release(request.table, request.last_step)
                 return []

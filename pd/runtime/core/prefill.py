@@ -11,10 +11,8 @@ from __future__ import annotations
 from pd.runtime.core.decode import DecodePart
 from pd.runtime.core.entry import Fault, misfit, refuse, ticket_fault
 from pd.runtime.core.events import ROUTER, Effect, Peer, Send, Stamp
-from pd.runtime.core.flight import Flight
 from pd.runtime.core.lives import Links
 from pd.runtime.core.outbox import Outbox, Outboxes
-from pd.runtime.core.prefix import PrefixCache
 from pd.runtime.core.prompts import Prompts
 from pd.runtime.core.request import Phase, Request, limit_of
 from pd.runtime.core.settings import BrainSettings
@@ -31,17 +29,17 @@ class PrefillPart:
         settings: BrainSettings,
         me: Peer,
         *,
-        pages: PrefixCache,
-        flight: Flight,
+        prompts: Prompts,
+        outboxes: Outboxes,
+        links: Links,
         onward: DecodePart | None,
     ) -> None:
         self._settings = settings
         self._me = me
-        self._flight = flight
         self._onward = onward
-        self.prompts = Prompts(settings, pages, flight=flight, onward=onward)
-        self.outboxes = Outboxes(settings, flight)
-        self.links = Links(settings.deadlines.attach_s, self.outboxes.has_open_jobs)
+        self.prompts = prompts
+        self.outboxes = outboxes
+        self._links = links
 
     def submit(self, message: Prefill, now: float) -> list[Effect]:
         """Queue a request, or fail it at once saying why."""
@@ -60,7 +58,7 @@ class PrefillPart:
         )
         self.prompts.waiting[message.handle] = request
         if message.ticket is not None:
-            peer = self.links.find(Peer(message.ticket.decode, message.ticket.epoch))
+            peer = self._links.find(Peer(message.ticket.decode, message.ticket.epoch))
             assert peer is not None, "a ticket of no attached peer is a fault"
             self.outboxes.open(request, message.ticket, page_size=peer.layout.page_size)
         return [Stamp(str(message.handle), "queued", f"{len(message.tokens)} tokens")]
@@ -112,14 +110,12 @@ class PrefillPart:
 
     def lose(self, life: Peer, now: float) -> list[Effect]:
         """That life of a decode instance is over."""
-        effects = self.links.part(life)
         reason = f"decode instance {life.name} is lost"
-        return effects + self._fail_all(life, Event.PEER_LOST, reason=reason, now=now)
+        return self._fail_all(life, Event.PEER_LOST, reason=reason, now=now)
 
     def unreachable(self, life: Peer, reason: str, *, now: float) -> list[Effect]:
-        """The transfer to that life is broken, for now."""
-        effects = self.links.break_off(life, reason, now=now)
-        return effects + self._fail_all(life, Event.STOP, reason=reason, now=now) if effects else []
+        """The transfer to that life is broken."""
+        return self._fail_all(life, Event.STOP, reason=reason, now=now)
 
     def sweep(self, now: float) -> list[Effect]:
         """Look at all deadlines."""
@@ -132,7 +128,7 @@ class PrefillPart:
         for outbox in self.outboxes:
             if outbox.deadline is not None and now >= outbox.deadline:
                 effects += self._overdue(outbox, now)
-        return effects + self.links.sweep(now)
+        return effects
 
     def fail(self, handle: Handle, stage: Stage, *, reason: str, now: float, event: Event = Event.STOP) -> list[Effect]:
         """End an attempt by a fault that another attempt may not meet. The router is told, if it was not before."""
@@ -151,7 +147,7 @@ class PrefillPart:
                 message.ticket,
                 len(message.tokens),
                 me=self._me,
-                links=self.links,
+                links=self._links,
                 page_size=self._settings.page_size,
             )
         if fault is None and self.prompts.is_full:
@@ -180,7 +176,7 @@ class PrefillPart:
         if outbox.state is OutboxState.DRAINING:
             handle = outbox.request.handle
             return self.fail(handle, Stage.TRANSFER, reason=reason, now=now, event=Event.TIMEOUT)
-        effects = self.outboxes.move(outbox, Event.TIMEOUT, now=now)  # severs the life
+        effects = self.outboxes.move(outbox, Event.TIMEOUT, now=now)  # orders to sever that life
         return effects + self.unreachable(outbox.life, reason, now=now)
 
     def _fail_all(self, life: Peer, event: Event, *, reason: str, now: float) -> list[Effect]:
@@ -195,11 +191,8 @@ class PrefillPart:
         """Nothing more is computed for it. Its pages go when the handoff lets them, if there is one."""
         request, outbox = self.prompts.find(handle), self.outboxes.find(handle)
         if request is not None:
-            self.prompts.remove(request)
-            self._flight.close(request)
+            self.prompts.end(request, releases=outbox is None)
         if outbox is not None:
             outbox.reason = outbox.reason or reason
             return self.outboxes.move(outbox, event, now=now)
-        if request is not None:
-            self._flight.release(request.table, request.last_step)
         return []

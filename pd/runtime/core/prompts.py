@@ -52,9 +52,13 @@ class Prompts:
         """Of those that have pages."""
         return next(reversed(self.computing.values()), None)
 
-    def remove(self, request: Request) -> None:
+    def end(self, request: Request, *, releases: bool) -> None:
+        """Nothing more is computed for it. Without `releases` its pages are another's to give back."""
         self.waiting.pop(request.handle, None)
         self.computing.pop(request.handle, None)
+        self._flight.close(request)
+        if releases:
+            self._flight.release(request.table, request.last_step)
 
     def plan(self, step: Step) -> Iterator[Planned]:
         """Add chunks to `step` in what its decodes leave of the token budget. Each request as it is added."""
