@@ -16,6 +16,7 @@ from typer.main import get_command
 
 import pd
 from pd.cli_options import GroupedHelp, LaunchOptions, ServeOptions, as_command
+from pd.doctor.options import DoctorOptions
 
 WRONG_USE = 2
 """Exit status for what a person can mend; the supervisor does not restart after it."""
@@ -56,7 +57,7 @@ def _run(arguments: list[str]) -> int:
         chosen = app(arguments, prog_name="pd", standalone_mode=False)
         return int(chosen() if callable(chosen) else chosen or 0)
     except _UsageError as error:
-        commands = [word for word in arguments[:1] if word in ("serve", "launch")]
+        commands = [word for word in arguments[:1] if word in ("serve", "launch", "doctor")]
         _complain([error.format_message()], hint=" ".join(["pd", *commands, "--help"]))
         return WRONG_USE
     except ConfigError as error:
@@ -92,8 +93,16 @@ def _serve(options: ServeOptions) -> Callable[[], int]:
     return partial(supervisor.run, serve_config(options))
 
 
+def _doctor(options: DoctorOptions) -> Callable[[], int]:
+    """Say whether this machine will serve and how fast, and what mends what is wrong."""
+    from pd.doctor.command import doctor
+
+    return partial(doctor, options)
+
+
 app.command("serve", cls=GroupedHelp)(as_command(_serve, ServeOptions))
 app.command("launch", cls=GroupedHelp)(as_command(_launch, LaunchOptions))
+app.command("doctor", cls=GroupedHelp)(as_command(_doctor, DoctorOptions))
 
 
 @app.callback(invoke_without_command=True)

@@ -16,7 +16,8 @@ from typer.core import TyperCommand
 
 _WHAT, _MODEL, _DEVICE = "What", "Model", "Device"
 _KV, _STEPS, _NETWORK = "KV cache", "Steps", "Network and transfer"
-_PANELS = (None, _WHAT, _MODEL, _DEVICE, _KV, _STEPS, _NETWORK)
+_DOCTOR = ("Checks", "Two hosts", "A launch")
+_PANELS = (None, _WHAT, _MODEL, _DEVICE, _KV, _STEPS, _NETWORK, *_DOCTOR)
 """The order in which help shows them."""
 
 

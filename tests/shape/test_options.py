@@ -14,6 +14,10 @@ SHARED = {
     *("--transfer", "--transfer-devices"),
 }
 OPTIONS = {
+    "doctor": {
+        *("--explain", "--host", "--json", "--model", "--only", "--page-size", "--peer", "--port", "--role", "--serve"),
+        *("--tp", "--verbose"),
+    },
     "launch": SHARED | {"--model", "--name", "--role", "--router", "--tp"},
     "serve": SHARED | {"--colocated", "--decode", "--prefill", "--restart"},
 }
