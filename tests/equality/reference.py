@@ -1,0 +1,41 @@
+"""Answers by Hugging Face transformers: the reference nobody here wrote."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+PAGE = 16
+CHUNK = 48
+LENGTHS = (1, 2, PAGE - 1, PAGE, PAGE + 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5, 2 * PAGE, 200, 97)
+"""Of prompts, in tokens: one, the edges of a page and of a chunk, several chunks."""
+
+
+def prompts(vocab_size: int, *, num_prompts: int, seed: int) -> list[list[int]]:
+    """Random prompts whose lengths go through LENGTHS."""
+    dice = random.Random(seed)
+    lengths = [LENGTHS[i % len(LENGTHS)] for i in range(num_prompts)]
+    return [[dice.randrange(vocab_size) for _ in range(length)] for length in lengths]
+
+
+def greedy(checkpoint: Path, asked: list[list[int]], num_tokens: int) -> list[list[int]]:
+    """`num_tokens` greedy tokens for each prompt, in float32, one prompt at a time."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    answers = []
+    with torch.inference_mode():
+        for prompt in asked:
+            ids = torch.tensor([prompt])
+            out = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),  # left out, tokens that happen to be the pad token are masked
+                max_new_tokens=num_tokens,
+                min_new_tokens=num_tokens,
+                do_sample=False,
+            )
+            answers.append([int(token) for token in out[0, len(prompt) :]])
+    return answers

@@ -1,0 +1,63 @@
+"""The law: separating prefill from decode never changes an answer. Real processes, against transformers and colocated."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from tests.equality.cluster import Cluster, apart, together
+from tests.equality.conftest import COMMON, NUM_TOKENS, Case
+
+PAIRS = ((1, 1), (2, 1), (1, 2), (3, 2), (2, 4))
+BACKENDS = ("shm", "tcp")
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
+ALL = tuple(itertools.product(FAMILIES, PAIRS, BACKENDS))
+BY_TURNS = tuple(
+    (FAMILIES[(i + j) % len(FAMILIES)], pair, backend)
+    for i, pair in enumerate(PAIRS)
+    for j, backend in enumerate(BACKENDS)
+)
+"""Each pair through each backend, families taking turns; `--all-pairs` runs the whole product."""
+
+SAMPLED = {"temperature": 0.9, "top_p": 0.95, "top_k": 50, "seed": 1234}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "backend" in metafunc.fixturenames:
+        chosen = ALL if metafunc.config.getoption("--all-pairs") else BY_TURNS
+        metafunc.parametrize(("family", "pair", "backend"), chosen, ids=str)
+
+
+def test_apart_answers_as_transformers(
+    cases: dict[str, Case], tmp_path: Path, family: str, pair: tuple[int, int], backend: str
+) -> None:
+    case = cases[family]
+    prefill, decode = (("--tp", str(tp)) for tp in pair)
+    common = (*COMMON, "--transfer", backend)
+    with apart(case.model, tmp_path, prefill=prefill, decode=decode, common=common) as cluster:
+        assert cluster.generate_all(case.prompts, NUM_TOKENS) == case.answers  # 32 at once
+        assert [cluster.generate(prompt, NUM_TOKENS) for prompt in case.prompts[:6]] == case.answers[:6]  # alone, cached
+        _assert_all_free(cluster)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_colocated_answers_as_transformers_and_samples_as_apart(
+    cases: dict[str, Case], tmp_path: Path, family: str
+) -> None:
+    case = cases[family]
+    with together(case.model, tmp_path / "together", common=COMMON) as cluster:
+        assert cluster.generate_all(case.prompts, NUM_TOKENS) == case.answers
+        sampled = cluster.generate_all(case.prompts, NUM_TOKENS, **SAMPLED)
+        assert [cluster.generate(p, NUM_TOKENS, **SAMPLED) for p in case.prompts[:6]] == sampled[:6]
+        _assert_all_free(cluster)
+    assert sampled != case.answers
+    with apart(case.model, tmp_path / "apart", common=COMMON, prefill=("--tp", "2")) as cluster:
+        assert cluster.generate_all(case.prompts, NUM_TOKENS, **SAMPLED) == sampled
+        assert [cluster.generate(p, NUM_TOKENS, **SAMPLED) for p in case.prompts[:6]] == sampled[:6]
+
+
+def _assert_all_free(cluster: Cluster) -> None:
+    for instance in cluster.wait_idle()["instances"]:
+        assert instance["num_free_pages"] == instance["num_pages"], instance
