@@ -34,9 +34,7 @@ class TokenText:
 class Text:
     """Safe to use from several threads: nothing but a lookup table grows, and a lost entry is made again."""
 
-    def __init__(
-        self, tokenizer: Tokenizer, *, eos_token_ids: tuple[int, ...], template: ChatTemplate | None
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, eos_token_ids: tuple[int, ...], template: ChatTemplate | None) -> None:
         """Takes the tokenizer over. `template` None: the model is not for chats."""
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -65,9 +63,7 @@ class Text:
             raise RequestError(
                 "this model has no chat template; use /v1/completions", code="no_chat_template", param="messages"
             )
-        return self._template.render(
-            messages, add_generation_prompt=add_generation_prompt, variables=variables
-        )
+        return self._template.render(messages, add_generation_prompt=add_generation_prompt, variables=variables)
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens))
@@ -98,7 +94,7 @@ def load_text(directory: Path) -> Text:
         )
     try:
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # noqa: BLE001 the library raises nothing narrower
+    except Exception as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     config = _read_json(directory / "tokenizer_config.json")
     named = _named_tokens(_read_json(directory / "special_tokens_map.json") | config)
@@ -168,9 +164,7 @@ def _eos_token_ids(directory: Path, tokenizer: Tokenizer, eos_token: str | None)
     return () if token_id is None else (token_id,)
 
 
-def _chat_template(
-    directory: Path, config: Mapping[str, Any], named: Mapping[str, str]
-) -> ChatTemplate | None:
+def _chat_template(directory: Path, config: Mapping[str, Any], named: Mapping[str, str]) -> ChatTemplate | None:
     """chat_template.jinja before tokenizer_config.json's; of several named ones, "default"."""
     path = directory / "chat_template.jinja"
     source = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
