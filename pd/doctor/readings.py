@@ -20,6 +20,14 @@ def human(nbytes: float) -> str:
     return f"{nbytes:.3g} TiB"
 
 
+def duration(seconds: float) -> str:
+    """0.00042 -> "420 µs"; 0.042 -> "42 ms"."""
+    for factor, unit in ((1e6, "µs"), (1e3, "ms")):
+        if abs(seconds) * factor < 1000:
+            return f"{seconds * factor:.0f} {unit}"
+    return f"{seconds:.3g} s"
+
+
 def count(number: int, noun: str) -> str:
     """2, "core" -> "2 cores"; 2, "process" -> "2 processes"."""
     if number == 1:

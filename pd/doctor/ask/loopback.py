@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+
 from pd.doctor.answers import Loopback, Timing
 from pd.doctor.measure.ends import MeasureError, load
 from pd.doctor.measure.frames import Frames, PeerError
@@ -32,10 +35,21 @@ def _local(backend: str, sizes: tuple[int, ...]) -> tuple[Timing, ...]:
     frames: Frames[FromTarget] = Frames(sock, FromTarget)  # type: ignore[arg-type]
     try:
         return measure(backend, frames, host="127.0.0.1", sizes=sizes)
+    except PeerError as error:
+        raise PeerError(f"{error}; {_ending(process)}") from error
     finally:
         frames.close()
         process.kill()
         process.wait()
+
+
+def _ending(process: subprocess.Popen[bytes]) -> str:
+    """What became of a target that stopped talking."""
+    try:
+        code = process.wait(timeout=1)
+    except subprocess.TimeoutExpired:
+        return "the target still runs"
+    return f"the target ended by {signal.Signals(-code).name}" if code < 0 else f"the target ended with {code}"
 
 
 def _remote(backend: str, peer: str, sizes: tuple[int, ...]) -> tuple[Timing, ...]:

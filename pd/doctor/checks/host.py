@@ -12,6 +12,7 @@ from pd.doctor.readings import (
     container,
     count,
     cpus,
+    duration,
     fields,
     has_capability,
     in_user_namespace,
@@ -143,7 +144,7 @@ def clock(machine: Machine) -> Result:
             "Serving works, but log lines and traces of two hosts cannot be laid side by side.",
             "run chrony or systemd-timesyncd on the host (a container or guest shares what its host sets)",
         )
-    return passed(f"synchronized, error at most {answer.max_error_s * 1e3:.3g} ms")
+    return passed(f"synchronized, error at most {duration(answer.max_error_s)}")
 
 
 CHECKS = (

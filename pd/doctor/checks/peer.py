@@ -6,18 +6,19 @@ from functools import partial
 
 from pd.doctor.answers import Loopback, Visit
 from pd.doctor.check import Check
-from pd.doctor.checks.transfer import describe, rate
+from pd.doctor.checks.transfer import busy, describe, rate
 from pd.doctor.facts import Matters, differences
 from pd.doctor.machine import Machine, Silence, Why
+from pd.doctor.readings import duration
 from pd.doctor.result import Result, Status, fail, passed, skip, warn
 
 SKEW_S = 1.0
 LATENCY_S = 0.005
 """Of a round trip: a handoff needs three; above this two sites are being joined."""
-SHARE = 0.5
-"""Of the link's rate that a backend should reach at 256 MiB. RDMA reaches 0.8 to 0.95."""
+RDMA_SHARE, TCP_SHARE = 0.5, 0.25
+"""Of the link's rate that a backend should reach at 256 MiB. RDMA reaches 0.8 to 0.95; TCP hangs on the CPU."""
 TCP_RATE = 1e9
-"""Bytes a second that one TCP path reaches on any fast link; below this "something is wrong" (Dynamo's guide: 1 to 2 GB/s)."""
+"""Bytes a second that a TCP path reaches on any faster link; below this "something is wrong" (Dynamo's guide: 1 to 2 GB/s)."""
 BACKENDS = ("tcp", "nixl", "mooncake")
 
 
@@ -90,14 +91,14 @@ def clock(machine: Machine, *, peer: str) -> Result:
     visit = _visit(machine, peer)
     if isinstance(visit, Result):
         return visit
-    ahead = f"theirs is {abs(visit.skew_s) * 1e3:.3g} ms {'ahead' if visit.skew_s > 0 else 'behind'}"
+    ahead = f"theirs is {duration(abs(visit.skew_s))} {'ahead' if visit.skew_s > 0 else 'behind'}"
     if abs(visit.skew_s) > SKEW_S:
         return warn(
             ahead,
             "Serving works, but log lines and traces of the two hosts cannot be laid side by side.",
             "run chrony on both",
         )
-    return passed(f"{ahead} (± {visit.latency_s / 2 * 1e3:.2g} ms)")
+    return passed(f"{ahead} (± {duration(visit.latency_s / 2)})")
 
 
 def latency(machine: Machine, *, peer: str) -> Result:
@@ -108,7 +109,7 @@ def latency(machine: Machine, *, peer: str) -> Result:
     visit = _visit(machine, peer)
     if isinstance(visit, Result):
         return visit
-    read = f"{visit.latency_s * 1e6:.0f} µs a round trip"
+    read = f"{duration(visit.latency_s)} a round trip"
     if visit.latency_s > LATENCY_S:
         return warn(read, "Each handoff waits about three of these.", "place prefill and decode in one site, on one switch")
     return passed(read)
@@ -168,7 +169,7 @@ def backend(machine: Machine, *, peer: str, name: str) -> Result:
     if reached < floor:
         return warn(
             read,
-            f"Less than the {floor / 1e9:.2g} GB/s that this link should give.",
+            f"Less than the {floor / 1e9:.2g} GB/s that this link should give at least{busy(machine)}.",
             "look for a rate limit, a slow hop, errors (ip -s link) and a busy CPU; see peer.mtu; "
             "for RDMA see rdma.pcie and gpudirect",
         )
@@ -182,10 +183,10 @@ def _expected(machine: Machine, visit: Visit, name: str) -> tuple[float | None, 
     """The link's bytes a second (None: unknown), and the least that is in order."""
     rdma = min(float(side.get("RDMA rate Gbit/s", "0")) for side in (visit.here, visit.there))
     if name == "nixl" and rdma:
-        return rdma / 8 * 1e9, SHARE * rdma / 8 * 1e9
+        return rdma / 8 * 1e9, RDMA_SHARE * rdma / 8 * 1e9
     text = machine.read(f"/sys/class/net/{visit.interface}/speed") or ""
     link = int(text) / 8 * 1e6 if text.isdigit() and int(text) > 0 else None
-    return link, min(SHARE * link, TCP_RATE) if link else 0.0
+    return link, min(TCP_SHARE * link, TCP_RATE) if link else 0.0
 
 
 def auto(machine: Machine, *, peer: str) -> Result:

@@ -8,7 +8,7 @@ from functools import partial
 from pd.doctor.answers import Loopback, Timing
 from pd.doctor.check import Check
 from pd.doctor.machine import Machine, Silence, Why
-from pd.doctor.readings import MIB, human
+from pd.doctor.readings import MIB, count, cpus, duration, human
 from pd.doctor.result import Result, fail, passed, skip, warn
 
 OURS = ("shm", "tcp")
@@ -40,8 +40,8 @@ def loopback(machine: Machine, *, backend: str) -> Result:
     if rate(answer.timings[-1]) < SLOW[backend] and answer.timings[-1].nbytes > MIB:
         return warn(
             read,
-            f"Below {SLOW[backend] / 1e9:g} GB/s something holds it back (or the machine was busy just now).",
-            f"measure again while the machine is idle: pd doctor --only transfer; {_see(backend)}",
+            f"Below {SLOW[backend] / 1e9:g} GB/s something holds it back{busy(machine)}.",
+            f"measure again while the machine is idle: pd doctor --only transfer.{backend}; {_see(backend)}",
         )
     return passed(read)
 
@@ -49,7 +49,7 @@ def loopback(machine: Machine, *, backend: str) -> Result:
 def describe(timings: Sequence[Timing]) -> str:
     """ "64 KiB 11 µs · 1 MiB 8.2 GB/s · 256 MiB 9.1 GB/s": the smallest as latency, the rest as rate."""
     first, *rest = timings
-    parts = [f"{human(first.nbytes)} {first.seconds * 1e6:.0f} µs"]
+    parts = [f"{human(first.nbytes)} {duration(first.seconds)}"]
     parts += [f"{human(t.nbytes)} {rate(t) / 1e9:.2g} GB/s" for t in rest]
     return " · ".join(parts)
 
@@ -57,6 +57,13 @@ def describe(timings: Sequence[Timing]) -> str:
 def rate(timing: Timing) -> float:
     """Bytes a second."""
     return timing.nbytes / timing.seconds
+
+
+def busy(machine: Machine) -> str:
+    """A remark where more processes want to run than there are cores."""
+    load = float((machine.read("/proc/loadavg") or "0").split()[0])
+    cores = len(cpus(machine.read("/sys/devices/system/cpu/online"))) or 1
+    return f" (the machine is busy: load {load:.1f} on {count(cores, 'core')})" if load > cores else ""
 
 
 def _see(backend: str) -> str:

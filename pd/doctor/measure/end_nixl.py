@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 import msgspec
@@ -60,5 +61,8 @@ class NixlEnd:
 
 
 def make(backend: str, *, name: str, host: str, nbytes: int) -> NixlEnd:
-    """nixl chooses its interfaces itself (UCX_NET_DEVICES)."""
+    """nixl chooses its interfaces itself (UCX_NET_DEVICES). Between hosts it may use only what crosses hosts: two
+    network namespaces of one host would else be measured through its memory."""
+    if not host.startswith("127."):
+        os.environ.setdefault("UCX_TLS", "^sm")
     return NixlEnd(name, nbytes)

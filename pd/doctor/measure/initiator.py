@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from pd.doctor.answers import Timing
+from pd.doctor.local import QUIET
 from pd.doctor.measure.ends import End, MeasureError, make_end
 from pd.doctor.measure.frames import Frames
 from pd.doctor.measure.messages import Address, Checksum, Clear, Done, FromTarget, Meet, Ready, Sum, Trouble
@@ -53,7 +54,10 @@ def start_target(backend: str, *, host: str, nbytes: int) -> tuple[subprocess.Po
     """A target process on this host, and the socket that leads to it. The caller ends both."""
     mine, theirs = socket.socketpair()
     command = [sys.executable, "-m", "pd.doctor.measure.target", backend, host, str(nbytes), str(theirs.fileno())]
-    process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=sys.stderr)
+    silent = subprocess.DEVNULL  # what goes wrong it tells by the socket, or by its exit status
+    process = subprocess.Popen(
+        command, pass_fds=[theirs.fileno()], stdin=silent, stdout=silent, stderr=silent, env={**QUIET, **os.environ}
+    )
     theirs.close()
     return process, mine
 
