@@ -1,0 +1,112 @@
+"""Both ends' tables: every transition, and that no row frees pages without a proof."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from pd.transfer.handoff import INBOX, OUTBOX, Effect, Event, InboxState, OutboxState, step
+
+O, I, E, F = OutboxState, InboxState, Event, Effect  # noqa: E741
+
+
+@pytest.mark.parametrize(
+    ("events", "state", "effects"),
+    [
+        ((E.START, E.CHUNK, E.CHUNK, E.COMPUTED, E.DRAINED), O.DONE, (F.WRITE, F.WRITE, F.SEND_LANDED, F.FREE)),
+        ((E.STOP,), O.DONE, (F.SEND_FENCED, F.FREE)),
+        ((E.TIMEOUT,), O.DONE, (F.SEND_FENCED, F.FREE)),
+        ((E.PEER_LOST,), O.DONE, (F.FREE,)),
+        ((E.START, E.CHUNK, E.STOP), O.STOPPING, (F.WRITE,)),
+        ((E.START, E.STOP, E.CHUNK), O.STOPPING, ()),
+        ((E.START, E.STOP, E.COMPUTED, E.DRAINED), O.DONE, (F.SEND_FENCED, F.FREE)),
+        ((E.START, E.TIMEOUT, E.DRAINED), O.DONE, (F.SEND_FENCED, F.FREE)),
+        ((E.START, E.DRAINED), O.COMPUTING, ()),
+        ((E.START, E.COMPUTED, E.STOP, E.DRAINED), O.DONE, (F.SEND_FENCED, F.FREE)),
+        ((E.START, E.COMPUTED, E.TIMEOUT, E.TIMEOUT, E.DRAINED), O.DONE, (F.SEVER, F.SEND_FENCED, F.FREE)),
+        ((E.START, E.PEER_LOST, E.STOP, E.DRAINED), O.DONE, (F.FREE,)),
+        ((E.START, E.COMPUTED, E.PEER_LOST, E.TIMEOUT, E.DRAINED), O.DONE, (F.SEVER, F.FREE)),
+        ((E.START, E.STOP, E.PEER_LOST, E.DRAINED), O.DONE, (F.FREE,)),
+        ((E.START, E.COMPUTED, E.DRAINED, E.STOP), O.DONE, (F.SEND_LANDED, F.FREE, F.SEND_FENCED)),
+    ],
+)
+def test_the_writing_end(events: tuple[Event, ...], state: OutboxState, effects: tuple[Effect, ...]) -> None:
+    assert run_outbox(events) == (state, effects)
+
+
+@pytest.mark.parametrize(
+    ("events", "state", "effects"),
+    [
+        ((E.LANDED,), I.DONE, (F.ADMIT,)),
+        ((E.FENCED,), I.DONE, (F.FREE,)),
+        ((E.CANCEL, E.FENCED), I.DONE, (F.SEND_STOP, F.FREE)),
+        ((E.CANCEL, E.REMIND, E.LANDED), I.DONE, (F.SEND_STOP, F.SEND_STOP, F.FREE)),
+        ((E.TIMEOUT, E.FENCED), I.DONE, (F.SEND_STOP, F.FREE)),
+        ((E.TIMEOUT, E.TIMEOUT, E.SEVERED), I.DONE, (F.SEND_STOP, F.SEVER, F.FREE)),
+        ((E.PEER_LOST, E.SEVERED), I.DONE, (F.SEVER, F.FREE)),
+        ((E.CANCEL, E.PEER_LOST, E.FENCED), I.DONE, (F.SEND_STOP, F.SEVER, F.FREE)),
+        ((E.PEER_LOST, E.LANDED), I.DONE, (F.SEVER, F.FREE)),
+        ((E.PEER_LOST, E.UNCLEAN), I.QUARANTINED, (F.SEVER, F.QUARANTINE)),
+        ((E.PEER_LOST, E.TIMEOUT), I.QUARANTINED, (F.SEVER, F.QUARANTINE)),
+        (
+            (E.PEER_LOST, E.UNCLEAN, E.REMIND, E.UNCLEAN, E.SEVERED),
+            I.DONE,
+            (F.SEVER, F.QUARANTINE, F.SEND_STOP, F.SEVER, F.READMIT),
+        ),
+        ((E.PEER_LOST, E.UNCLEAN, E.FENCED), I.DONE, (F.SEVER, F.QUARANTINE, F.READMIT)),
+        ((E.PEER_LOST, E.UNCLEAN, E.LANDED), I.DONE, (F.SEVER, F.QUARANTINE, F.READMIT)),
+        ((E.LANDED, E.LANDED, E.CANCEL, E.PEER_LOST), I.DONE, (F.ADMIT,)),
+    ],
+)
+def test_the_end_that_is_written(events: tuple[Event, ...], state: InboxState, effects: tuple[Effect, ...]) -> None:
+    assert run_inbox(events) == (state, effects)
+
+
+def test_the_writing_end_lets_go_only_when_no_write_is_open() -> None:
+    for (state, event), (_, effects) in OUTBOX.items():
+        if F.FREE in effects:
+            assert event is E.DRAINED or state is O.QUEUED, f"{state} frees on {event}"
+
+
+def test_the_written_end_lets_go_only_on_a_proof() -> None:
+    for (state, event), (_, effects) in INBOX.items():
+        if {F.FREE, F.READMIT, F.ADMIT} & set(effects):
+            assert event in (E.LANDED, E.FENCED, E.SEVERED), f"{state} lets go on {event}"
+
+
+def test_whatever_happens_pages_are_let_go_exactly_once_and_only_at_the_end() -> None:
+    ours = (E.START, E.CHUNK, E.COMPUTED, E.DRAINED, E.STOP, E.TIMEOUT, E.PEER_LOST)
+    theirs = (E.LANDED, E.FENCED, E.CANCEL, E.REMIND, E.SEVERED, E.UNCLEAN, E.TIMEOUT, E.PEER_LOST)
+    for events in itertools.product(ours, repeat=5):
+        outbox, effects = run_outbox(events)
+        assert effects.count(F.FREE) == (outbox is O.DONE), events
+    for events in itertools.product(theirs, repeat=4):
+        inbox, effects = run_inbox(events)
+        let_go = sum(effects.count(effect) for effect in (F.FREE, F.READMIT, F.ADMIT))
+        assert let_go == (inbox is I.DONE), events
+        assert effects.count(F.READMIT) <= effects.count(F.QUARANTINE) <= 1, events
+
+
+def test_every_state_that_waits_for_others_has_a_way_out_by_its_deadline() -> None:
+    for outbox in (O.QUEUED, O.COMPUTING, O.DRAINING, O.STOPPING, O.ABANDONED):
+        assert (outbox, E.TIMEOUT) in OUTBOX, outbox
+    for inbox in (I.RESERVED, I.FENCING, I.SEVERING):
+        assert (inbox, E.TIMEOUT) in INBOX, inbox
+    assert (I.QUARANTINED, E.REMIND) in INBOX
+
+
+def run_outbox(events: tuple[Event, ...]) -> tuple[OutboxState, tuple[Effect, ...]]:
+    state, done = O.QUEUED, ()
+    for event in events:
+        state, effects = step(OUTBOX, state, event)
+        done += effects
+    return state, done
+
+
+def run_inbox(events: tuple[Event, ...]) -> tuple[InboxState, tuple[Effect, ...]]:
+    state, done = I.RESERVED, ()
+    for event in events:
+        state, effects = step(INBOX, state, event)
+        done += effects
+    return state, done
