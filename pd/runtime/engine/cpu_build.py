@@ -1,22 +1,60 @@
 """Builds kernels/cpu into an extension module beside this file, and loads it where it fits.
 
-The module's name carries a hash of the sources, torch's version and Python's: after any of them changes, the
-old one is not found and the ops fall back to plain PyTorch until the next build, which `describe()` says.
+The module's name carries a hash of the sources, the flags, torch's version and Python's: after any of them
+changes, the old one is not found and the ops are plain PyTorch until the next build, which `load` says.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
+SOURCES = Path(__file__).parents[3] / "kernels" / "cpu"
+MODULE = "_cpu_ops"
+COMMON = ("-std=c++20", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-ffp-contract=off")
+_AVX512 = ("-mavx2", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
+# GCC 12 warns of its own AVX-512 headers (its bug 105593).
+_QUIET = ("-Wno-uninitialized", "-Wno-maybe-uninitialized")
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """One compilation. `source` is compiled once for each instruction set that has a unit."""
+
+    name: str
+    source: str
+    flags: tuple[str, ...]
+
+
+UNITS = (
+    # The longest first: it holds torch's headers.
+    Unit("binding", "binding.cpp", ("-O1", "-fopenmp", "-Wno-unknown-pragmas")),
+    Unit("avx512_bf16", "isa.cpp", ("-O2", *_AVX512, "-mavx512bf16", *_QUIET, "-DPD_AVX512BF16")),
+    Unit("avx512", "isa.cpp", ("-O2", *_AVX512, *_QUIET, "-DPD_AVX512")),
+    Unit("avx2", "isa.cpp", ("-O2", "-mavx2", "-mfma")),
+)
+
 
 class NativeOps(Protocol):
-    """The extension module's functions; cpu_ops says what each means. Layouts are checked there, in C++."""
+    """The extension module's functions; cpu_ops says what each means. They check their tensors themselves."""
 
+    def available(self) -> list[str]: ...
+    def use(self, name: str, /) -> None: ...
     def pack(self, weight_NI: Tensor, /) -> Tensor: ...
     def linear(self, x_MI: Tensor, panels: Tensor, num_outputs: int, bias_N: Tensor | None, /) -> Tensor: ...
     def paged_decode(
@@ -49,18 +87,99 @@ class Native:
     description: str
 
 
+class BuildError(Exception):
+    """There is a compiler and it failed; the message ends with its last lines."""
+
+
 @functools.cache
 def load() -> Native:
-    """The extension module, or why there is none. Looked for once a process."""
-    return Native(None, "plain PyTorch (no C++ ops built)")
-
-
-def build() -> str:
-    """Compile if need be. Answers what is there now, in words."""
-    return load().description
+    """The extension module with the best instruction set of this CPU, or why there is none. Once a process."""
+    path = module_path()
+    if path is None:
+        return Native(None, f"plain PyTorch (no C++ ops: {_hindrance()})")
+    if not path.exists():
+        return Native(None, "plain PyTorch (C++ ops not built: python -m pd.runtime.engine.cpu_ops build)")
+    spec = importlib.util.spec_from_file_location(MODULE, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    native = cast(NativeOps, module)
+    names = native.available()
+    if not names:
+        return Native(None, "plain PyTorch (no C++ ops: this CPU has no AVX2)")
+    native.use(names[0])
+    return Native(native, f"C++ ops ({names[0]})")
 
 
 @functools.cache
 def has_bf16_gemm() -> bool:
     """Whether oneDNN multiplies bf16 matrices at full speed here."""
     return bool(torch.cpu._is_avx512_bf16_supported())
+
+
+def build() -> str:
+    """Compile what is missing, and say what is there now. Raises BuildError; having no compiler is no error."""
+    path = module_path()
+    if path is not None and not path.exists():
+        if _hindrance():
+            return f"plain PyTorch (no C++ ops: {_hindrance()})"
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".cpu_ops-") as folder:
+            linked = _compile(Path(folder))
+            for old in path.parent.glob(f"{MODULE}.*.so"):
+                old.unlink(missing_ok=True)
+            os.replace(linked, path)
+        load.cache_clear()
+    return load().description
+
+
+def module_path() -> Path | None:
+    """Where the module for these sources is or would be; None where they cannot be built at all."""
+    if platform.machine() not in ("x86_64", "AMD64") or not SOURCES.is_dir():
+        return None
+    key = hashlib.sha256(f"{torch.__version__} {sys.implementation.cache_tag} {COMMON} {UNITS}".encode())
+    for source in sorted(SOURCES.iterdir()):
+        key.update(source.read_bytes())
+    return Path(__file__).with_name(f"{MODULE}.{key.hexdigest()[:16]}.so")
+
+
+def _hindrance() -> str:
+    """Why nothing can be built here; empty if something can."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return f"they are for x86-64, not {platform.machine()}"
+    if not SOURCES.is_dir():
+        return f"no sources at {SOURCES}"
+    if shutil.which("g++") is None:
+        return "no g++"
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    return "" if header.exists() else f"no {header}"
+
+
+def _compile(folder: Path) -> Path:
+    torch_folder = Path(torch.__file__).parent
+    includes = [
+        f"-isystem{path}"
+        for path in (
+            torch_folder / "include",
+            torch_folder / "include/torch/csrc/api/include",
+            sysconfig.get_paths()["include"],
+        )
+    ]
+
+    def one(unit: Unit) -> Path:
+        compiled = folder / f"{unit.name}.o"
+        _run("g++", *COMMON, *unit.flags, *includes, "-c", str(SOURCES / unit.source), "-o", str(compiled))
+        return compiled
+
+    with ThreadPoolExecutor(min(len(UNITS), os.cpu_count() or 1)) as pool:
+        objects = list(pool.map(one, UNITS))
+    linked = folder / f"{MODULE}.so"
+    # Not linked with -fopenmp: its symbols then come from the OpenMP that torch itself brings, so there is one pool.
+    libraries = [f"-L{torch_folder / 'lib'}", "-ltorch_python", "-ltorch_cpu", "-ltorch", "-lc10"]
+    _run("g++", "-shared", *map(str, objects), "-o", str(linked), *libraries)
+    return linked
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise BuildError("\n".join([" ".join(command), *done.stderr.splitlines()[-20:]]))

@@ -261,7 +261,11 @@ def main(argv: Sequence[str]) -> int:
     """`build`: compile for this machine's Python and torch. `describe`: say what would be used."""
     match list(argv):
         case ["build"]:
-            sys.stdout.write(f"{cpu_build.build()}\n")
+            try:
+                sys.stdout.write(f"{cpu_build.build()}\n")
+            except cpu_build.BuildError as error:
+                sys.stderr.write(f"error: {error}\n")
+                return 1
         case ["describe"]:
             sys.stdout.write(f"{describe()}\n")
         case _:

@@ -1,0 +1,353 @@
+// Python's door to the operations: checks tensors, allocates results, picks the instruction set. The contracts are in
+// pd/runtime/engine/cpu_ops.py.
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "ops.h"
+
+namespace pd {
+
+void parallel_for(int64_t size, int64_t grain, Body body, const void* context) {
+  at::parallel_for(0, size, grain, [=](int64_t begin, int64_t end) { body(context, begin, end); });
+}
+
+namespace {
+
+using at::Tensor;
+constexpr int64_t PART = 512;  // tokens of one part of a context: fixed, so that no result depends on threads or batch
+constexpr int64_t MAX_HEAD_SIZE = 512;
+
+bool runs(const std::string& name) {
+  __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  if (name == "avx2") return avx2;
+  if (name == "avx512") return avx512;
+  return name == "avx512_bf16" && avx512 && __builtin_cpu_supports("avx512bf16");
+}
+
+const Table* all_tables[] = {&table_avx512bf16(), &table_avx512(), &table_avx2()};
+
+std::vector<std::string> available() {  // the best first
+  std::vector<std::string> names;
+  for (const Table* table : all_tables)
+    if (runs(table->name)) names.push_back(table->name);
+  return names;
+}
+
+const Table* chosen = nullptr;
+
+void use(const std::string& name) {
+  TORCH_CHECK(runs(name), "this CPU does not run ", name);
+  for (const Table* table : all_tables)
+    if (name == table->name) chosen = table;
+}
+
+// Memory of the calling thread that grows and stays: a fresh large tensor would be mapped and faulted in every step.
+void* scratch(int64_t nbytes) {
+  thread_local std::vector<char> memory;
+  if (static_cast<int64_t>(memory.size()) < nbytes + 64) memory.resize(nbytes + nbytes / 4 + 64);
+  return reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) / 64 * 64);
+}
+
+bool is_bf16(const Tensor& x, const char* name) {
+  TORCH_CHECK(x.device().is_cpu(), name, " is on ", x.device(), ", not on the CPU");
+  TORCH_CHECK(x.scalar_type() == at::kBFloat16 || x.scalar_type() == at::kFloat, name, " is ", x.scalar_type(),
+              ", not bfloat16 or float32");
+  return x.scalar_type() == at::kBFloat16;
+}
+
+void check_like(const Tensor& x, const Tensor& model, const char* name) {
+  TORCH_CHECK(x.device().is_cpu() && x.scalar_type() == model.scalar_type(), name, " is ", x.scalar_type(), " on ",
+              x.device(), ", the others ", model.scalar_type(), " on the CPU");
+}
+
+void check_dense(const Tensor& x, at::ScalarType type, const char* name) {
+  TORCH_CHECK(x.device().is_cpu() && x.scalar_type() == type && x.is_contiguous(), name, " must be contiguous ", type,
+              " on the CPU, is ", x.scalar_type(), " with strides ", x.strides());
+}
+
+void check_rows(const Tensor& x, const char* name) {
+  TORCH_CHECK(x.dim() >= 1 && (x.stride(-1) == 1 || x.size(-1) <= 1), name, " must have unit stride in its last dim, has ",
+              x.strides());
+}
+
+// x as rows of its last dim, one stride apart: itself where its leading dims allow it, else a copy.
+Tensor as_rows(const Tensor& x) {
+  if (x.dim() == 2) return x;
+  return x.reshape({-1, x.size(-1)});
+}
+
+Tensor with_last(const Tensor& x, int64_t last) {
+  std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
+  sizes.back() = last;
+  return at::empty(sizes, x.options());
+}
+
+// ---- linear ---------------------------------------------------------------------------------------------------------
+
+template <class T> void fill_panels(const T* weight, T* panels, int64_t outputs, int64_t inputs, int64_t together) {
+  const int64_t groups = (inputs + together - 1) / together;
+  at::parallel_for(0, (outputs + PANEL - 1) / PANEL, 16, [=](int64_t begin, int64_t end) {
+    for (int64_t panel = begin; panel < end; ++panel)
+      for (int64_t lane = 0; lane < PANEL && panel * PANEL + lane < outputs; ++lane)
+        for (int64_t i = 0; i < inputs; ++i)
+          panels[((panel * groups + i / together) * PANEL + lane) * together + i % together] =
+              weight[(panel * PANEL + lane) * inputs + i];
+  });
+}
+
+Tensor pack(const Tensor& weight) {
+  TORCH_CHECK(weight.dim() == 2 && weight.is_contiguous(), "weight must be a contiguous matrix, is ", weight.sizes());
+  const int64_t outputs = weight.size(0), inputs = weight.size(1), panels = (outputs + PANEL - 1) / PANEL;
+  if (is_bf16(weight, "weight")) {
+    Tensor packed = at::zeros({panels, (inputs + 1) / 2, PANEL, 2}, weight.options());
+    fill_panels(static_cast<const uint16_t*>(weight.const_data_ptr()), static_cast<uint16_t*>(packed.mutable_data_ptr()),
+                outputs, inputs, 2);
+    return packed;
+  }
+  Tensor packed = at::zeros({panels, inputs, PANEL}, weight.options());
+  fill_panels(static_cast<const float*>(weight.const_data_ptr()), static_cast<float*>(packed.mutable_data_ptr()), outputs,
+              inputs, 1);
+  return packed;
+}
+
+Tensor linear(const Tensor& x, const Tensor& panels, int64_t outputs, const std::optional<Tensor>& bias) {
+  const bool half = is_bf16(x, "x");
+  check_rows(x, "x");
+  check_like(panels, x, "weight");
+  const int64_t inputs = x.size(-1);
+  TORCH_CHECK(panels.size(1) == (half ? (inputs + 1) / 2 : inputs) && panels.size(0) == (outputs + PANEL - 1) / PANEL,
+              "x has ", inputs, " inputs, the packed weight is ", panels.sizes(), " for ", outputs, " outputs");
+  if (bias) {
+    check_dense(*bias, x.scalar_type(), "bias");
+    TORCH_CHECK(bias->numel() == outputs, "bias has ", bias->numel(), " elements for ", outputs, " outputs");
+  }
+  const Tensor rows = as_rows(x);
+  Tensor y = with_last(x, outputs);
+  const Linear job = {rows.const_data_ptr(), rows.stride(0), panels.const_data_ptr(),
+                      bias ? bias->const_data_ptr() : nullptr, y.mutable_data_ptr(), rows.size(0), inputs, outputs,
+                      scratch(chosen->linear_scratch(rows.size(0), inputs))};
+  if (job.rows > 0) (half ? chosen->linear_bf16 : chosen->linear_f32)(job);
+  return y;
+}
+
+// ---- attention ------------------------------------------------------------------------------------------------------
+
+struct Parts {
+  std::vector<int32_t> row;
+  std::vector<int64_t> start, stop, of_row;
+};
+
+Parts cut(const int32_t* lengths, int64_t rows, int64_t window) {
+  Parts parts;
+  parts.of_row.push_back(0);
+  for (int64_t b = 0; b < rows; ++b) {
+    int64_t start = window > 0 && lengths[b] > window ? lengths[b] - window : 0;
+    while (start < lengths[b]) {
+      const int64_t stop = std::min<int64_t>(lengths[b], (start / PART + 1) * PART);
+      parts.row.push_back(static_cast<int32_t>(b));
+      parts.start.push_back(start);
+      parts.stop.push_back(stop);
+      start = stop;
+    }
+    parts.of_row.push_back(static_cast<int64_t>(parts.row.size()));
+  }
+  return parts;
+}
+
+struct Groups {
+  std::vector<int32_t> heads, start;
+};
+
+Groups group(const int32_t* kv_head_of, int64_t heads, int64_t kv_heads) {
+  Groups groups;
+  for (int64_t h = 0; h < heads; ++h)
+    TORCH_CHECK(kv_head_of[h] >= 0 && kv_head_of[h] < kv_heads, "query head ", h, " reads kv head ", kv_head_of[h],
+                " of ", kv_heads);
+  for (int64_t kv = 0; kv <= kv_heads; ++kv) {
+    groups.start.push_back(static_cast<int32_t>(groups.heads.size()));
+    for (int64_t h = 0; h < heads; ++h)
+      if (kv_head_of[h] == kv) groups.heads.push_back(static_cast<int32_t>(h));
+  }
+  return groups;
+}
+
+void check_context(const Tensor& table, const Tensor& lengths, int64_t rows, const Tensor& pool) {
+  check_dense(lengths, at::kInt, "lengths");
+  TORCH_CHECK(table.device().is_cpu() && table.scalar_type() == at::kInt && table.dim() == 2 &&
+                  (table.size(1) <= 1 || table.stride(1) == 1),
+              "table must be int32 rows on the CPU");
+  TORCH_CHECK(table.size(0) >= rows && lengths.size(0) == rows, "table ", table.sizes(), " and lengths ", lengths.sizes(),
+              " for ", rows, " requests");
+  const int64_t num_pages = pool.size(0), page_size = pool.size(2);
+  const int32_t* length = lengths.const_data_ptr<int32_t>();
+  for (int64_t b = 0; b < rows; ++b) {
+    const int64_t used = (length[b] + page_size - 1) / page_size;
+    TORCH_CHECK(length[b] >= 0 && used <= table.size(1), "request ", b, " of ", length[b], " tokens needs ", used,
+                " pages, its table has ", table.size(1));
+    const int32_t* pages = table.const_data_ptr<int32_t>() + b * table.stride(0);
+    for (int64_t i = 0; i < used; ++i)
+      TORCH_CHECK(pages[i] >= 0 && pages[i] < num_pages, "request ", b, " names page ", pages[i], " of ", num_pages);
+  }
+}
+
+Tensor paged_decode(const Tensor& q, const std::tuple<Tensor, Tensor>& pools, const std::tuple<Tensor, Tensor>& context,
+                    const Tensor& kv_head_of, double scale, int64_t window) {
+  const auto& [k, v] = pools;
+  const auto& [table, lengths] = context;
+  const bool half = is_bf16(q, "q");
+  check_rows(q, "q");
+  check_rows(k, "k pool");
+  check_rows(v, "v pool");
+  check_like(k, q, "k pool");
+  check_like(v, q, "v pool");
+  check_dense(kv_head_of, at::kInt, "kv_head_of_query");
+  TORCH_CHECK(q.dim() == 3 && k.dim() == 4 && k.sizes() == v.sizes() && k.size(3) == q.size(2) &&
+                  q.size(2) <= MAX_HEAD_SIZE && kv_head_of.numel() == q.size(1),
+              "q ", q.sizes(), ", k ", k.sizes(), ", v ", v.sizes(), ", heads ", kv_head_of.sizes(), " do not fit");
+  const int64_t rows = q.size(0), heads = q.size(1), kv_heads = k.size(1), size = q.size(2);
+  check_context(table, lengths, rows, k);
+  const Parts parts = cut(lengths.const_data_ptr<int32_t>(), rows, window);
+  const Groups groups = group(kv_head_of.const_data_ptr<int32_t>(), heads, kv_heads);
+  const int64_t num_parts = static_cast<int64_t>(parts.row.size()), partial_size = chosen->partial_size(size);
+  Tensor out = at::empty(q.sizes(), q.options());
+  const Attention job = {
+      q.const_data_ptr(), q.stride(0), q.stride(1), k.const_data_ptr(), v.const_data_ptr(), k.stride(0), k.stride(1),
+      k.stride(2), v.stride(0), v.stride(1), v.stride(2), table.const_data_ptr<int32_t>(), table.stride(0),
+      parts.row.data(), parts.start.data(), parts.stop.data(), num_parts, groups.heads.data(), groups.start.data(),
+      kv_heads, heads, size, k.size(2), static_cast<float>(scale),
+      static_cast<float*>(scratch(num_parts * heads * partial_size * 4)), partial_size, out.mutable_data_ptr(),
+      parts.of_row.data(), rows};
+  if (rows > 0) (half ? chosen->attend_bf16 : chosen->attend_f32)(job);
+  return out;
+}
+
+// ---- the small ones ---------------------------------------------------------------------------------------------------
+
+Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps, const std::optional<Tensor>& residual) {
+  const bool half = is_bf16(x, "x");
+  check_rows(x, "x");
+  check_dense(weight, x.scalar_type(), "weight");
+  TORCH_CHECK(weight.numel() == x.size(-1), "weight has ", weight.numel(), " elements, x ", x.sizes());
+  if (residual) {
+    check_dense(*residual, x.scalar_type(), "residual");
+    TORCH_CHECK(residual->sizes() == x.sizes(), "residual is ", residual->sizes(), ", x ", x.sizes());
+  }
+  const Tensor rows = as_rows(x);
+  Tensor out = at::empty(x.sizes(), x.options());
+  const Norm job = {rows.const_data_ptr(), rows.stride(0), weight.const_data_ptr(),
+                    residual ? residual->mutable_data_ptr() : nullptr, x.size(-1), out.mutable_data_ptr(), rows.size(0),
+                    x.size(-1), static_cast<float>(eps)};
+  (half ? chosen->norm_bf16 : chosen->norm_f32)(job);
+  return out;
+}
+
+Tensor silu_mul(const Tensor& gate_up) {
+  const bool half = is_bf16(gate_up, "gate_up");
+  check_rows(gate_up, "gate_up");
+  TORCH_CHECK(gate_up.size(-1) % 2 == 0, "gate_up's last dim is odd: ", gate_up.sizes());
+  const Tensor rows = as_rows(gate_up);
+  Tensor out = with_last(gate_up, gate_up.size(-1) / 2);
+  const Silu job = {rows.const_data_ptr(), rows.stride(0), out.mutable_data_ptr(), rows.size(0), rows.size(1) / 2};
+  (half ? chosen->silu_bf16 : chosen->silu_f32)(job);
+  return out;
+}
+
+void check_places(const Tensor& pages, const Tensor& offsets, int64_t tokens, const Tensor& pool) {
+  check_dense(pages, at::kLong, "pages");
+  check_dense(offsets, at::kLong, "offsets");
+  TORCH_CHECK(pages.numel() == tokens && offsets.numel() == tokens, tokens, " tokens, ", pages.numel(), " pages, ",
+              offsets.numel(), " offsets");
+  for (int64_t t = 0; t < tokens; ++t) {
+    const int64_t page = pages.const_data_ptr<int64_t>()[t], offset = offsets.const_data_ptr<int64_t>()[t];
+    TORCH_CHECK(page >= 0 && page < pool.size(0) && offset >= 0 && offset < pool.size(2), "token ", t, " goes to page ",
+                page, " offset ", offset, " of a pool of ", pool.sizes());
+  }
+}
+
+void rope_and_write(const std::tuple<Tensor, Tensor, Tensor>& qkv, const std::tuple<Tensor, Tensor>& angles,
+                    const std::tuple<Tensor, Tensor>& pools, const std::tuple<Tensor, Tensor>& places) {
+  const auto& [q, k, v] = qkv;
+  const auto& [cos, sin] = angles;
+  const auto& [k_pool, v_pool] = pools;
+  const auto& [pages, offsets] = places;
+  const bool half = is_bf16(q, "q");
+  for (const Tensor* x : {&q, &k, &v, &k_pool, &v_pool}) {
+    check_like(*x, q, "q, k, v or pool");
+    check_rows(*x, "q, k, v or pool");
+  }
+  check_dense(cos, at::kFloat, "cos");
+  check_dense(sin, at::kFloat, "sin");
+  TORCH_CHECK(q.dim() == 3 && k.dim() == 3 && v.dim() == 3 && k_pool.dim() == 4 && v_pool.dim() == 4, "wrong ranks");
+  const int64_t tokens = q.size(0);
+  TORCH_CHECK(k.size(0) == tokens && v.size(0) == tokens && k.size(2) == q.size(2) && v.size(1) == k.size(1) &&
+                  k_pool.size(1) == k.size(1) && v_pool.size(1) == k.size(1) && k_pool.size(3) == k.size(2) &&
+                  v_pool.size(3) == v.size(2) && k_pool.size(0) == v_pool.size(0) && k_pool.size(2) == v_pool.size(2),
+              "q ", q.sizes(), ", k ", k.sizes(), ", v ", v.sizes(), ", pools ", k_pool.sizes(), " and ", v_pool.sizes(),
+              " do not fit");
+  TORCH_CHECK(cos.dim() == 2 && cos.sizes() == sin.sizes() && cos.size(0) == tokens && 2 * cos.size(1) <= q.size(2), "cos ",
+              cos.sizes(), ", sin ", sin.sizes(), " for q ", q.sizes());
+  check_places(pages, offsets, tokens, k_pool);
+  const Rope job = {q.mutable_data_ptr(), k.const_data_ptr(), v.const_data_ptr(), q.stride(0), q.stride(1), k.stride(0),
+                    k.stride(1), v.stride(0), v.stride(1), cos.const_data_ptr<float>(), sin.const_data_ptr<float>(),
+                    k_pool.mutable_data_ptr(), v_pool.mutable_data_ptr(), k_pool.stride(0), k_pool.stride(1),
+                    k_pool.stride(2), v_pool.stride(0), v_pool.stride(1), v_pool.stride(2),
+                    pages.const_data_ptr<int64_t>(), offsets.const_data_ptr<int64_t>(), tokens, q.size(1), k.size(1),
+                    k.size(2), v.size(2), cos.size(1)};
+  (half ? chosen->rope_bf16 : chosen->rope_f32)(job);
+}
+
+// ---- choosing -------------------------------------------------------------------------------------------------------
+
+Tensor argmax(const Tensor& x) {
+  const bool half = is_bf16(x, "x");
+  check_rows(x, "x");
+  TORCH_CHECK(x.dim() == 2 && x.size(1) > 0, "x must be rows, is ", x.sizes());
+  Tensor ids = at::empty({x.size(0)}, x.options().dtype(at::kLong));
+  const Choice job = {x.const_data_ptr(), x.stride(0), x.size(0), x.size(1), nullptr, nullptr, nullptr,
+                      ids.mutable_data_ptr<int64_t>()};
+  (half ? chosen->argmax_bf16 : chosen->argmax_f32)(job);
+  return ids;
+}
+
+Tensor race(const Tensor& x, const Tensor& floor, const Tensor& seed, const Tensor& position) {
+  TORCH_CHECK(!is_bf16(x, "logits"), "logits must be float32");
+  check_rows(x, "logits");
+  check_dense(floor, at::kFloat, "floor");
+  check_dense(seed, at::kLong, "seed");
+  check_dense(position, at::kLong, "position");
+  TORCH_CHECK(x.dim() == 2 && x.size(1) > 0 && x.size(1) < (1ll << 31), "logits must be rows, are ", x.sizes());
+  const int64_t rows = x.size(0);
+  TORCH_CHECK(floor.numel() == rows && seed.numel() == rows && position.numel() == rows, rows, " rows, floors ",
+              floor.sizes(), ", seeds ", seed.sizes(), ", positions ", position.sizes());
+  Tensor ids = at::empty({rows}, seed.options());
+  chosen->race({x.const_data_ptr(), x.stride(0), rows, x.size(1), floor.const_data_ptr<float>(),
+                seed.const_data_ptr<int64_t>(), position.const_data_ptr<int64_t>(), ids.mutable_data_ptr<int64_t>()});
+  return ids;
+}
+
+}  // namespace
+}  // namespace pd
+
+PYBIND11_MODULE(_cpu_ops, m) {
+  using release = pybind11::call_guard<pybind11::gil_scoped_release>;
+  m.def("available", &pd::available);
+  m.def("use", &pd::use);
+  m.def("pack", &pd::pack, release());
+  m.def("linear", &pd::linear, release());
+  m.def("paged_decode", &pd::paged_decode, release());
+  m.def("rms_norm", &pd::rms_norm, release());
+  m.def("silu_mul", &pd::silu_mul, release());
+  m.def("rope_and_write", &pd::rope_and_write, release());
+  m.def("argmax", &pd::argmax, release());
+  m.def("race", &pd::race, release());
+}
