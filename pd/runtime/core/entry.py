@@ -16,14 +16,15 @@ class Fault(NamedTuple):
     stage: Stage
     reason: str
     is_retryable: bool
+    is_parted: bool = False  # as in Refused
 
 
 def refuse(message: Prefill, fault: Fault) -> list[Effect]:
     """Fail a request that is not taken, and let its peer free what it promised."""
-    effects: list[Effect] = [
-        Send(ROUTER, Failed(message.handle, fault.stage, fault.reason, fault.is_retryable)),
-        Stamp(str(message.handle), "failed", fault.reason),
-    ]
+    answer: Failed | Refused = Failed(message.handle, fault.stage, fault.reason, fault.is_retryable)
+    if fault.is_parted:
+        answer = Refused(message.handle, fault.reason, retry_after_s=0.0, is_parted=True)
+    effects: list[Effect] = [Send(ROUTER, answer), Stamp(str(message.handle), "failed", fault.reason)]
     if message.ticket is not None:
         effects.append(Send(message.ticket.decode, Fenced(message.handle, fault.reason)))
     return effects
@@ -54,7 +55,8 @@ def ticket_fault(ticket: Ticket, num_tokens: int, *, me: Peer, links: Links, pag
         return Fault(Stage.TRANSFER, reason, True)
     peer = links.find(life)
     if peer is None:
-        return Fault(Stage.TRANSFER, f"{life.name} (epoch {life.epoch}) is not attached here", True)
+        reason = f"{life.name} (epoch {life.epoch}) is not attached here"
+        return Fault(Stage.TRANSFER, reason, True, links.is_cut(life))
     size = peer.layout.page_size
     if ticket.held_tokens % math.lcm(page_size, size):
         reason = f"{ticket.held_tokens} held tokens are no whole pages of {page_size} and {size} tokens"

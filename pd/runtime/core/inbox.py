@@ -154,7 +154,7 @@ class Inboxes:
             reason = f"{num_pages} pages are needed, {num_available} are free"
         else:
             return None
-        return Refused(message.handle, reason, retry_after_s)
+        return Refused(message.handle, reason, retry_after_s, self._links.is_cut(life))
 
     def _fail(self, inbox: Inbox, event: Event, *, reason: str, now: float) -> list[Effect]:
         """Move on `event`; the first time, that is the end of the attempt and the router is told."""

@@ -113,6 +113,10 @@ class Links:
         self._asked.add(life)
         return [Order(Sever(*life)), Stamp(life.name, "severed", f"epoch {life.epoch}")]
 
+    def is_cut(self, life: Peer) -> bool:
+        """For good: whoever pairs it with us should do so no more."""
+        return life in self._severed
+
     def is_asked(self, life: Peer) -> bool:
         """The ranks were ordered to sever it, and not all have answered."""
         return life in self._asked
