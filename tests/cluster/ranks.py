@@ -68,6 +68,8 @@ class Ranks:
         self._slots: dict[int, Slot] = {}
         self._plans: deque[tuple[StepPlan, list[Write]]] = deque()
         self._peers: list[dict[str, Peer]] = [{} for _ in range(spec.num_ranks)]  # attached lives, of each rank
+        self._known: list[set[Peer]] = [set() for _ in range(spec.num_ranks)]  # lives that it could sever
+        self._cut: list[set[Peer]] = [set() for _ in range(spec.num_ranks)]  # told to sever
         self._writers: dict[Handle, Peer] = {}
         self._answer_at = [0.0] * spec.num_ranks
 
@@ -102,8 +104,8 @@ class Ranks:
     def order(self, message: Attach | Sever) -> None:
         match message:
             case Attach(peer=peer, epoch=epoch):
-                for peers in self._peers:
-                    peers[peer] = Peer(peer, epoch)
+                for rank in range(self._num_ranks):
+                    self._attach(rank, Peer(peer, epoch))
             case Sever(peer=peer, epoch=epoch):
                 for rank in range(self._num_ranks):
                     self._clock.after(self._rng.expovariate(100.0), partial(self._sever, rank, Peer(peer, epoch)))
@@ -185,15 +187,28 @@ class Ranks:
             values += pool[page]
         return values[:stop]
 
+    def _attach(self, rank: int, peer: Peer) -> None:
+        if peer in self._cut[rank]:  # for good
+            self._answer(rank, PeerUnreachable(*peer, reason="was severed"))
+            return
+        self._peers[rank][peer.name] = peer
+        self._known[rank].add(peer)
+
     def _sever(self, rank: int, peer: Peer) -> None:
         if not self.is_alive:
             return
-        if self._peers[rank].get(peer.name) == peer:
-            del self._peers[rank][peer.name]
-        self._plane.sever_outward(self, rank, peer)
-        if self._plane.can_sever:
-            self.severed[rank].add(peer)
-        self._answer(rank, Severed(*peer, clean=self._plane.sever_inward(self, peer)))
+        clean = True  # a rank that was never attached knows no name to sever
+        if peer in self._known[rank]:
+            self._cut[rank].add(peer)
+            self._plane.sever_outward(self, rank, peer)
+            if self._plane.can_sever:
+                self.severed[rank].add(peer)
+            clean = self._plane.sever_inward(self, peer)
+        if clean:
+            self._known[rank].discard(peer)
+            if self._peers[rank].get(peer.name) == peer:
+                del self._peers[rank][peer.name]
+        self._answer(rank, Severed(*peer, clean=clean))
 
     def _written(self, rank: int, job: int, error: str | None) -> None:
         if self.is_alive:
