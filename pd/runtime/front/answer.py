@@ -3,7 +3,7 @@
 Rules
 1. An answer ends at a stop token (which is counted, and its text left out), at a stop string (tokens up to the
    one that completed it are counted, the text is cut before it), or at its length.
-2. Logprobs go out with the text they belong to or later, each once: as many as tokens are counted.
+2. Logprobs go out with the text they belong to or later, token ids at once, each once: as many as tokens are counted.
 3. The deltas, joined, do not depend on how the tokens were grouped.
 """
 
@@ -26,10 +26,15 @@ class Delta(NamedTuple):
     text: str
     logprobs: tuple[TokenProb, ...]
     finish: str | None  # OpenAI's finish_reason: "stop" | "length"
+    token_ids: tuple[int, ...] | None = None  # None: not asked for
 
     def __bool__(self) -> bool:
         """Whether there is anything to tell."""
-        return bool(self.text or self.finish or self.logprobs)
+        return bool(self.text or self.finish or self.logprobs or self.token_ids)
+
+    def is_plain(self) -> bool:
+        """Whether it is text and nothing else."""
+        return self.finish is None and not self.logprobs and self.token_ids is None
 
 
 class Answer:
@@ -43,6 +48,7 @@ class Answer:
         include_stop: bool = False,
         min_tokens: int = 0,
         logprobs: bool = False,
+        token_ids: bool = False,
     ) -> None:
         """`include_stop`: what ended the answer belongs to its text. Stop strings within `min_tokens` do not end it."""
         self.num_tokens = 0
@@ -51,6 +57,8 @@ class Answer:
         self._include_stop = include_stop
         self._min_tokens = min_tokens
         self._keeps_logprobs = logprobs
+        self._keeps_ids = token_ids
+        self._ids: list[int] = []
         self._probs: list[TokenProb] = []
         self._num_chars = 0
 
@@ -61,6 +69,8 @@ class Answer:
         num_spoken = len(emit.tokens) - ends_with_stop_token
         for index, token in enumerate(emit.tokens):
             self.num_tokens += 1
+            if self._keeps_ids:
+                self._ids.append(token.id)
             if self._keeps_logprobs:
                 self._probs.append(TokenProb(token, self._num_chars))
             if index < num_spoken:
@@ -88,4 +98,6 @@ class Answer:
         if self._probs and (text or finish):
             probs = tuple(self._probs)
             self._probs = []
-        return Delta(text, probs, finish)
+        ids = tuple(self._ids) if self._keeps_ids else None
+        self._ids.clear()
+        return Delta(text, probs, finish, ids)

@@ -70,6 +70,7 @@ class Completions:
             include_stop=wanted.include_stop,
             min_tokens=wanted.sampling.min_tokens,
             logprobs=wanted.sampling.logprobs is not None,
+            token_ids=wanted.return_token_ids,
         )
 
     def _shape(self, wanted: Wanted, prompts: list[tuple[int, ...]], head: Head) -> Shape:

@@ -55,12 +55,15 @@ class Choice:
         """All of it as one delta."""
         texts: list[str] = []
         probs: list[TokenProb] = []
+        ids: list[int] = []
         while True:
             delta = await self.next()
             texts.append(delta.text)
             probs += delta.logprobs
+            ids += delta.token_ids or ()
             if delta.finish is not None:
-                return Delta("".join(texts), tuple(probs), delta.finish)
+                kept = None if delta.token_ids is None else tuple(ids)
+                return Delta("".join(texts), tuple(probs), delta.finish, kept)
 
     def abandon(self, reason: str) -> None:
         if self.is_open:

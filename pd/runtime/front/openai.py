@@ -63,6 +63,7 @@ class _Common(msgspec.Struct, kw_only=True):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     response_format: _Format | None = None
@@ -224,6 +225,7 @@ def _wanted(
         ignore_eos=asked.ignore_eos is True,
         skip_special_tokens=asked.skip_special_tokens is not False,
         add_special_tokens=asked.add_special_tokens is not False,
+        return_token_ids=asked.return_token_ids is True,
         stream=asked.stream is True,
         include_usage=options is not None and options.include_usage is True,
         echo=echo,

@@ -86,7 +86,7 @@ class CompletionShape:
         return self._starts[index] + encode(echo) + self._end if echo else b""
 
     def chunk(self, index: int, delta: Delta) -> bytes:
-        if delta.finish is None and not delta.logprobs:
+        if delta.is_plain():
             return self._starts[index] + encode(delta.text) + self._end
         usage = {"usage": None} if self._include_usage else {}
         return _event(self._head | {"choices": [self._choice(index, delta, "")]} | usage)
@@ -104,7 +104,7 @@ class CompletionShape:
             "text": echo + delta.text,
             "logprobs": self._logprobs(delta.logprobs, len(self._echoes[index])),
             "finish_reason": delta.finish,
-        }
+        } | _ids(delta)
 
     def _logprobs(self, probs: Sequence[TokenProb], offset: int) -> dict[str, object] | None:
         """`top_logprobs` always holds the sampled token too, as OpenAI says it does."""
@@ -147,7 +147,7 @@ class ChatShape:
         return self._event(index, {"role": "assistant", "content": ""}, Delta("", (), None))
 
     def chunk(self, index: int, delta: Delta) -> bytes:
-        if delta.finish is None and not delta.logprobs:
+        if delta.is_plain():
             return self._starts[index] + encode(delta.text) + self._end
         return self._event(index, {"content": delta.text} if delta.text else {}, delta)
 
@@ -162,6 +162,7 @@ class ChatShape:
                 "logprobs": self._logprobs(delta.logprobs),
                 "finish_reason": delta.finish,
             }
+            | _ids(delta)
             for index, delta in enumerate(choices)
         ]
         return encode(self._head.object("chat.completion") | {"choices": listed, "usage": usage.json()})
@@ -172,7 +173,7 @@ class ChatShape:
             "delta": content,
             "logprobs": self._logprobs(delta.logprobs),
             "finish_reason": delta.finish,
-        }
+        } | _ids(delta)
         usage = {"usage": None} if self._include_usage else {}
         return _event(self._chunk_head | {"choices": [choice]} | usage)
 
@@ -193,6 +194,11 @@ class ChatShape:
 def error_event(error: dict[str, object]) -> bytes:
     """Ends a stream that has begun: OpenAI's client raises APIError on it."""
     return _event({"error": error})
+
+
+def _ids(delta: Delta) -> dict[str, object]:
+    """As vLLM tells them where `return_token_ids` asks for them."""
+    return {} if delta.token_ids is None else {"token_ids": delta.token_ids}
 
 
 def _event(value: dict[str, object]) -> bytes:

@@ -45,6 +45,7 @@ class Wanted:
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     add_special_tokens: bool = True
+    return_token_ids: bool = False
     stream: bool = False
     include_usage: bool = False
     echo: bool = False
