@@ -57,7 +57,8 @@ def _run(arguments: list[str]) -> int:
         chosen = app(arguments, prog_name="pd", standalone_mode=False)
         return int(chosen() if callable(chosen) else chosen or 0)
     except _UsageError as error:
-        commands = [word for word in arguments[:1] if word in ("serve", "launch", "doctor")]
+        names = [command.name for command in app.registered_commands]
+        commands = [word for word in arguments[:1] if word in names]
         _complain([error.format_message()], hint=" ".join(["pd", *commands, "--help"]))
         return WRONG_USE
     except ConfigError as error:

@@ -14,6 +14,7 @@ from pd.cli_config import core_faults, own_faults, parse_cores, shared_faults, s
 from pd.cli_options import LaunchOptions, ServeOptions, SharedOptions, as_arguments
 from pd.runtime.checkpoint import resolve, served_name
 from pd.runtime.config import ConfigError, LinkConfig
+from pd.runtime.engine.spec import read_spec
 from pd.runtime.roles.child import Child
 from pd.runtime.roles.supervisor import ServeConfig, claim_port
 from pd.runtime.wire.messages import Role
@@ -32,7 +33,9 @@ def serve_config(options: ServeOptions) -> ServeConfig:
     """
     router, *instances = launches(options)
     port = claim_port(options.host, options.port)
-    model = str(resolve(options.model))
+    folder = resolve(options.model)
+    _check_shapes(instances, read_spec(folder).num_query_heads)
+    model = str(folder)
     name = options.served_name or served_name(options.model)
     meeting = f"tcp://127.0.0.1:{_membership_port()}"
     processes = [
@@ -46,6 +49,16 @@ def serve_config(options: ServeOptions) -> ServeConfig:
         model=name,
         restart=options.restart == "always",
     )
+
+
+def _check_shapes(instances: Sequence[LaunchOptions], num_query_heads: int) -> None:
+    faults = [
+        f"{one.name}: tp is {one.tp}, the model has {num_query_heads} query heads"
+        for one in instances
+        if one.tp > num_query_heads
+    ]
+    if faults:
+        raise ConfigError(*faults, hint=f"tp may be 1 to {num_query_heads}")
 
 
 def launches(options: ServeOptions) -> list[LaunchOptions]:

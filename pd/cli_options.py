@@ -7,9 +7,9 @@ one value goes from the command line to `cli_config`, and an option that two com
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
 from inspect import Parameter, Signature
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, ClassVar, Protocol, TypeVar, get_type_hints
 
 import typer
 from typer.core import TyperCommand
@@ -162,7 +162,11 @@ class ServeOptions(SharedOptions):
     port: Annotated[int, typer.Option(help="HTTP. 0: any free one.", rich_help_panel=_NETWORK)] = 8000
 
 
-Options = TypeVar("Options", bound=SharedOptions)
+class Dataclass(Protocol):
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+
+Options = TypeVar("Options", bound=Dataclass)
 Result = TypeVar("Result")
 
 
@@ -192,7 +196,7 @@ def as_command(body: Callable[[Options], Result], options: type[Options]) -> Cal
     ]
 
     def call(**values: object) -> Result:
-        return body(options(**values))  # type: ignore[arg-type]  # Typer has checked them
+        return body(options(**values))  # Typer has checked them
 
     call.__name__, call.__doc__ = body.__name__, body.__doc__
     call.__annotations__ = hints

@@ -153,33 +153,32 @@ def test_ctrl_c_while_weights_load_ends_all(model: Path, start: Callable[..., Se
     assert serve.survivors() == []
 
 
-@pytest.mark.parametrize(
-    ("arguments", "change", "message"),
-    [
-        (["--decode=tp=10"], {}, "10"),
-        ([], {"architectures": ["GPTNeoXForCausalLM"], "model_type": "gpt_neox"}, "GPTNeoXForCausalLM"),
-    ],
-)
-def test_what_an_instance_finds_wrong_ends_all_with_its_message(
-    model: Path,
-    start: Callable[..., Serve],
-    tmp_path: Path,
-    *,
-    arguments: list[str],
-    change: dict[str, object],
-    message: str,
-) -> None:
-    folder = tmp_path / "changed"
+def changed(model: Path, folder: Path, **settings: object) -> Path:
+    """A copy of `model` with other settings in its config.json."""
     folder.mkdir()
     for path in model.iterdir():
-        (folder / path.name).symlink_to(path)
+        if path.name != "config.json":
+            (folder / path.name).symlink_to(path)
     config = json.loads((model / "config.json").read_text())
-    (folder / "config.json").unlink()
-    (folder / "config.json").write_text(json.dumps(config | change))
+    (folder / "config.json").write_text(json.dumps(config | settings))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("arguments", "settings", "message"),
+    [
+        (["--decode=tp=10"], {}, "error: decode-0: tp is 10, the model has 9 query heads"),
+        ([], {"architectures": ["GPTNeoXForCausalLM"], "model_type": "gpt_neox"}, "GPTNeoXForCausalLM"),
+        ([], {"num_hidden_layers": 4}, "model.layers.3."),  # only a rank that reads the weights sees it
+    ],
+)
+def test_a_model_that_cannot_be_served_is_told_and_nothing_stays(
+    model: Path, start: Callable[..., Serve], tmp_path: Path, *, arguments: list[str], settings: dict, message: str
+) -> None:
+    folder = changed(model, tmp_path / "changed", **settings)
     serve = start("-m", "pd", "serve", str(folder), "--port=0", "--threads=1", *arguments)
     assert serve.process.wait(timeout=START_S) == 2, serve.output
-    errors = [line for line in serve.output.splitlines() if "error:" in line]
-    assert any(message in line for line in errors), serve.output
+    assert any("error: " in line and message in line for line in serve.output.splitlines()), serve.output
     assert "Traceback" not in serve.output
 
 
