@@ -33,9 +33,7 @@ def fault(parse: Callable[[], object]) -> RequestError:
 
 
 def plan(wanted: Wanted, *prompts: list[int]) -> tuple:
-    return plan_submits(
-        wanted, prompts, card=CARD, eos_token_ids=(2,), drawn=Drawn("cmpl-1", 1000), deadline_s=60.0
-    )
+    return plan_submits(wanted, prompts, card=CARD, eos_token_ids=(2,), drawn=Drawn("cmpl-1", 1000), deadline_s=60.0)
 
 
 @pytest.mark.parametrize(
@@ -95,9 +93,7 @@ def test_prompt_takes_its_four_shapes(prompt: object, parsed: object) -> None:
         ({"stream": "yes"}, "stream", "expected bool or null, got str"),
     ],
 )
-def test_completion_fault_names_field_expected_and_given(
-    fields: dict[str, object], param: str, words: str
-) -> None:
+def test_completion_fault_names_field_expected_and_given(fields: dict[str, object], param: str, words: str) -> None:
     error = fault(lambda: completion(**fields))
     assert (error.status, error.param) == (400, param)
     assert words in error.message
@@ -272,13 +268,63 @@ def test_choices_of_one_request_are_bounded() -> None:
 
 FIELDS = st.sampled_from(
     sorted(
-        {*("prompt messages model max_tokens max_completion_tokens min_tokens temperature top_p top_k".split())}
-        | {*("min_p seed n stop stop_token_ids logit_bias logprobs top_logprobs echo best_of suffix".split())}
-        | {*("tools tool_choice response_format stream stream_options role content type text other".split())}
+        {
+            *(
+                [
+                    "prompt",
+                    "messages",
+                    "model",
+                    "max_tokens",
+                    "max_completion_tokens",
+                    "min_tokens",
+                    "temperature",
+                    "top_p",
+                    "top_k",
+                ]
+            )
+        }
+        | {
+            *(
+                [
+                    "min_p",
+                    "seed",
+                    "n",
+                    "stop",
+                    "stop_token_ids",
+                    "logit_bias",
+                    "logprobs",
+                    "top_logprobs",
+                    "echo",
+                    "best_of",
+                    "suffix",
+                ]
+            )
+        }
+        | {
+            *(
+                [
+                    "tools",
+                    "tool_choice",
+                    "response_format",
+                    "stream",
+                    "stream_options",
+                    "role",
+                    "content",
+                    "type",
+                    "text",
+                    "other",
+                ]
+            )
+        }
     )
 )
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5) | FIELDS,
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=5)
+    | FIELDS,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(FIELDS | st.text(max_size=3), inner, max_size=4),
     max_leaves=12,
 )

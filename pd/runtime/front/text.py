@@ -1,7 +1,8 @@
 """A model's text side: tokenizer, chat template and end-of-text ids, from a Hugging Face directory.
 
 `tokenizers` alone reads tokenizer.json (0.2 s for 49,152 tokens); transformers would cost the router's start 0.8 s.
-What transformers does around it is repeated here: who adds BOS and EOS, and which template is meant.
+What transformers (5.24) does around it is repeated here: added tokens, which template is meant, where an answer ends.
+BOS and EOS are added by tokenizer.json's own post-processor; beside it transformers heeds no add_bos_token either.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
-from tokenizers.processors import TemplateProcessing
 
 from pd.runtime.config import ConfigError
 from pd.runtime.front.detokenize import ByteDetokenizer, Detokenizer, Pieces, WindowDetokenizer, spelling
@@ -99,7 +99,6 @@ def load_text(directory: Path) -> Text:
     config = _read_json(directory / "tokenizer_config.json")
     named = _named_tokens(_read_json(directory / "special_tokens_map.json") | config)
     _add_missing_tokens(tokenizer, config)
-    _set_ends(tokenizer, config, named)
     return Text(
         tokenizer,
         eos_token_ids=_eos_token_ids(directory, tokenizer, named.get("eos_token")),
@@ -137,21 +136,6 @@ def _add_missing_tokens(tokenizer: Tokenizer, config: Mapping[str, Any]) -> None
     listed = sorted((int(key), value) for key, value in config.get("added_tokens_decoder", {}).items())
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     tokenizer.add_tokens([AddedToken(**fields) for _, fields in listed if fields["content"] not in known])
-
-
-def _set_ends(tokenizer: Tokenizer, config: Mapping[str, Any], named: Mapping[str, str]) -> None:
-    """As transformers: add_bos_token or add_eos_token, where said at all, replace the file's own post-processor."""
-    if "add_bos_token" not in config and "add_eos_token" not in config:
-        return
-    bos = named.get("bos_token") if config.get("add_bos_token") else None
-    eos = named.get("eos_token") if config.get("add_eos_token") else None
-    ends = [token for token in (bos, eos) if token is not None]
-    first = f"{bos}:0 " if bos else ""
-    last = f" {eos}:0" if eos else ""
-    tokenizer.post_processor = TemplateProcessing(
-        single=f"{first}$A:0{last}",
-        special_tokens=[(token, tokenizer.token_to_id(token)) for token in ends],
-    )
 
 
 def _eos_token_ids(directory: Path, tokenizer: Tokenizer, eos_token: str | None) -> tuple[int, ...]:
