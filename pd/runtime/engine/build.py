@@ -1,0 +1,233 @@
+"""From a checkpoint's directory to a rank that steps: the engine's one door.
+
+config.json ─► spec ─► checks ─► mesh (ranks meet) ─► weights ─► pool ─► runner
+                          └─ ConfigError, all faults at once, before any rank waits for another
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from pd.runtime.config import ConfigError, InstanceConfig, RankConfig
+from pd.runtime.engine.attention import Attention
+from pd.runtime.engine.inputs import Slots
+from pd.runtime.engine.kv_pool import KVPool, count_pages, make_pool
+from pd.runtime.engine.layers import linear_kind
+from pd.runtime.engine.mesh import Mesh, make_mesh
+from pd.runtime.engine.models.llama import Llama
+from pd.runtime.engine.runner import Runner
+from pd.runtime.engine.sampler import Sampler
+from pd.runtime.engine.shards import parts, share_of
+from pd.runtime.engine.spec import ModelSpec, read_spec
+from pd.runtime.engine.weights import DTYPES, Checkpoint, Reader, open_checkpoint
+from pd.runtime.wire.messages import ModelCard, StepPlan, Token
+from pd.transfer.layout import KVLayout, Shard, tp_shards
+from pd.transfer.transport import Transport
+
+T = TypeVar("T")
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class Engine:
+    """One rank, ready. Owns weights, pool views and its place in the mesh; the transport stays its caller's."""
+
+    def __init__(
+        self, card: ModelCard, layout: KVLayout, shard: Shard, *, note: str, runner: Runner, mesh: Mesh
+    ) -> None:
+        self.card = card
+        self.layout = layout
+        self.shard = shard
+        self.note = note
+        self._runner: Runner | None = runner
+        self._mesh = mesh
+
+    def step(self, plan: StepPlan) -> tuple[Token, ...]:
+        """Run a plan: retire, admit, chunks. Called in the order of plans.
+
+        Returns the sampled tokens in the order of the sampling chunks on rank 0, () elsewhere.
+        """
+        assert self._runner is not None, "step after close"
+        return self._runner.step(plan)
+
+    def close(self) -> None:
+        """Leave the mesh and let go of the pool's memory, so that the transport can free it. Idempotent."""
+        if self._runner is not None:
+            self._runner = None
+            self._mesh.close()
+
+
+def build(config: RankConfig, transport: Transport, report: Callable[[int, int], None]) -> Engine:
+    """Read this rank's weights and make its pool. Blocks until all ranks of the instance are there.
+
+    `report(done_bytes, total_bytes)` is called as weights are read. Raises ConfigError for what a person can mend.
+    """
+    instance = config.instance
+    plan = _check(config)
+    mesh = make_mesh(instance.device.tp, config.rank, device=plan.device, rendezvous=config.rendezvous)
+    try:
+        with torch.inference_mode():
+            return _load(config, plan, mesh, transport=transport, report=report)
+    except BaseException:
+        mesh.close()
+        raise
+
+
+# ---- what can be said before anything is loaded ------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Checked:
+    spec: ModelSpec
+    checkpoint: Checkpoint
+    device: torch.device
+    dtype: torch.dtype
+    layout: KVLayout
+
+
+def _check(config: RankConfig) -> _Checked:
+    instance, directory = config.instance, Path(config.checkpoint)
+    spec, checkpoint = read_spec(directory), open_checkpoint(directory)
+    faults: list[ConfigError] = []
+    device = _attempt(faults, lambda: _device(instance.device.device, config.rank))
+    dtype = _attempt(faults, lambda: _dtype(instance.model.dtype, spec, checkpoint, device))
+    _attempt(faults, lambda: _check_sizes(instance, spec))
+    if not faults:
+        _attempt(faults, lambda: checkpoint.check(parts(spec, share_of(spec, instance.device.tp, config.rank))))
+    if faults or device is None or dtype is None:
+        hints = [fault.hint for fault in faults if fault.hint]
+        raise ConfigError(*(str(fault) for fault in faults), hint="; ".join(hints))
+    layout = KVLayout(
+        num_layers=spec.num_layers,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        page_size=instance.kv.page_size,
+        dtype=str(dtype).removeprefix("torch."),
+        order=instance.kv.order,
+    )
+    return _Checked(spec, checkpoint, device, dtype, layout)
+
+
+def _attempt(faults: list[ConfigError], check: Callable[[], T]) -> T | None:
+    try:
+        return check()
+    except ConfigError as fault:
+        faults.append(fault)
+        return None
+
+
+def _device(word: str, rank: int) -> torch.device:
+    has_gpu = torch.cuda.is_available()
+    match word:
+        case "cpu":
+            return torch.device("cpu")
+        case "auto" if not has_gpu:
+            return torch.device("cpu")
+        case "auto" | "cuda" if has_gpu:
+            device = torch.device("cuda", rank % torch.cuda.device_count())
+            torch.cuda.set_device(device)
+            return device
+        case "cuda":
+            raise ConfigError(
+                f"device cuda: torch {torch.__version__} sees no GPU",
+                hint="--device cpu, or a torch built for CUDA or ROCm on a machine that has one",
+            )
+        case _:
+            raise ConfigError(f"device {word!r} is unknown", hint="auto, cpu or cuda (also ROCm's)")
+
+
+def _dtype(word: str, spec: ModelSpec, checkpoint: Checkpoint, device: torch.device | None) -> torch.dtype:
+    if word != "auto":
+        if word not in _DTYPES:
+            raise ConfigError(f"dtype {word!r} is unknown", hint=f"auto, {', '.join(_DTYPES)}")
+        return _DTYPES[word]
+    stored = _DTYPES.get(spec.dtype or "")
+    if stored is None:
+        header = checkpoint.headers.get("model.embed_tokens.weight")
+        stored = DTYPES.get(header.dtype, torch.float32) if header else torch.float32
+    on_cpu = device is None or device.type == "cpu"
+    return torch.bfloat16 if stored is torch.float16 and on_cpu else stored
+
+
+def _check_sizes(instance: InstanceConfig, spec: ModelSpec) -> None:
+    faults, tp, asked = [], instance.device.tp, instance.model.max_model_len
+    if not 1 <= tp <= spec.num_query_heads:
+        faults.append(f"tp {tp} is not within 1 and the model's {spec.num_query_heads} query heads")
+    if asked is not None and not 1 <= asked <= spec.max_positions:
+        faults.append(f"max_model_len {asked} is not within 1 and the model's {spec.max_positions} positions")
+    if instance.kv.page_size < 1:
+        faults.append(f"page_size {instance.kv.page_size} is not positive")
+    if instance.step.max_running < 1:
+        faults.append(f"max_running {instance.step.max_running} is not positive")
+    if faults:
+        raise ConfigError(*faults)
+
+
+# ---- loading ----------------------------------------------------------------------------------------------------
+
+
+def _load(
+    config: RankConfig, checked: _Checked, mesh: Mesh, *, transport: Transport, report: Callable[[int, int], None]
+) -> Engine:
+    instance, spec, device = config.instance, checked.spec, checked.device
+    share = share_of(spec, mesh.tp, mesh.rank)
+    limit = instance.model.max_model_len or spec.max_positions
+    reader = Reader(checked.checkpoint, parts(spec, share), dtype=checked.dtype, device=device, report=report)
+    with reader:
+        model = Llama(spec, share, mesh, reader=reader, max_model_len=limit)
+    pool = _pool(instance, checked, mesh, transport=transport)
+    max_model_len = min(limit, pool.shard.num_pages * instance.kv.page_size)
+    attention = Attention(
+        spec,
+        share,
+        max_context=-(-max_model_len // instance.kv.page_size) * instance.kv.page_size,
+        dtype=checked.dtype,
+        device=device,
+    )
+    num_slots = instance.step.max_running
+    slots = Slots(num_slots=num_slots, max_model_len=max_model_len, page_size=instance.kv.page_size, device=device)
+    sampler = Sampler(vocab_size=spec.vocab_size, max_slots=num_slots, device=device)
+    runner = Runner(model, pool, mesh, attention=attention, slots=slots, sampler=sampler)
+    like = torch.empty(0, dtype=checked.dtype, device=device)
+    note = (
+        f"{checked.layout.dtype}, {torch.get_num_threads()} threads, linear {linear_kind(like)}, "
+        f"attention {attention.note}, sums {mesh.note}, weights {reader.nbytes / 2**20:.0f} MiB"
+    )
+    card = _card(config, checked, max_model_len)
+    return Engine(card, checked.layout, pool.shard, note=note, runner=runner, mesh=mesh)
+
+
+def _pool(instance: InstanceConfig, checked: _Checked, mesh: Mesh, *, transport: Transport) -> KVPool:
+    """The same number of pages on every rank: what the smallest can hold."""
+    layout, page_size = checked.layout, instance.kv.page_size
+    shard = tp_shards(layout, checked.spec.num_query_heads, mesh.tp, 0)[mesh.rank]
+    own = count_pages(instance.kv, layout, shard, device=checked.device, num_sharing=mesh.tp)
+    num_pages = mesh.minimum(own)
+    asked = instance.model.max_model_len
+    if num_pages < 1 or (asked is not None and num_pages * page_size < asked):
+        wanted = f"max_model_len is {asked}" if asked else "it needs at least one page"
+        raise ConfigError(
+            f"the KV pool is too small: {max(0, num_pages)} pages of {page_size} tokens; {wanted}",
+            hint="raise --num-pages or --kv-memory, or lower --max-model-len",
+        )
+    shard = dataclasses.replace(shard, num_pages=num_pages)
+    return make_pool(layout, shard, dtype=checked.dtype, device=checked.device, transport=transport)
+
+
+def _card(config: RankConfig, checked: _Checked, max_model_len: int) -> ModelCard:
+    directory = Path(config.checkpoint)
+    model = config.instance.model
+    hub_id = model.model if model.model and not Path(model.model).exists() else None
+    return ModelCard(
+        name=model.served_name or hub_id or directory.resolve().name,
+        fingerprint=checked.checkpoint.fingerprint(json.dumps(dataclasses.asdict(checked.spec), sort_keys=True)),
+        vocab_size=checked.spec.vocab_size,
+        max_model_len=max_model_len,
+    )

@@ -1,0 +1,82 @@
+"""The pages of one rank: one region of bytes that peers may write, seen as a K and a V tensor a layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from pd.runtime.config import ConfigError, KVConfig
+from pd.transfer.layout import KVLayout, Shard, View, page_nbytes, pool_nbytes, views
+from pd.transfer.transport import Transport
+
+# P pages, K kv heads of this rank, S tokens a page, E head size
+
+DEFAULT_CPU_NBYTES = 2 << 30
+DEFAULT_GPU_FRACTION = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class KVPool:
+    """Views over the region. They must be gone before the transport frees it."""
+
+    shard: Shard
+    layers: tuple[tuple[Tensor, Tensor], ...]  # k_PKSE and v_PKSE, strided by the layout's order
+
+
+def count_pages(kv: KVConfig, layout: KVLayout, shard: Shard, *, device: torch.device, num_sharing: int) -> int:
+    """Pages that `kv` asks for, or that fit its memory; 0 if not one fits.
+
+    `num_sharing`: ranks that draw on the same host memory. `shard.num_pages` is not read.
+    """
+    if kv.num_pages is not None:
+        return kv.num_pages
+    free = _free_nbytes(device) // (num_sharing if device.type == "cpu" else 1)
+    match kv.kv_memory:
+        case None if device.type == "cpu":
+            nbytes = min(DEFAULT_CPU_NBYTES, free // 2)
+        case None:
+            nbytes = int(free * DEFAULT_GPU_FRACTION)
+        case fraction if fraction <= 1:
+            nbytes = int(free * fraction)
+        case asked:
+            nbytes = int(asked)
+    return nbytes // page_nbytes(layout, shard)
+
+
+def make_pool(
+    layout: KVLayout, shard: Shard, *, dtype: torch.dtype, device: torch.device, transport: Transport
+) -> KVPool:
+    """Take the region from the transport (CPU) or make it and register it (GPU). Zeroed.
+
+    Raises ConfigError where the memory is not to be had.
+    """
+    nbytes = pool_nbytes(layout, shard)
+    try:
+        if device.type == "cpu":
+            flat = torch.frombuffer(transport.allocate(nbytes), dtype=dtype)
+        else:
+            flat = torch.zeros(nbytes // dtype.itemsize, dtype=dtype, device=device)
+            transport.register(flat.data_ptr(), nbytes)
+    except (MemoryError, OSError, torch.OutOfMemoryError) as error:
+        raise ConfigError(
+            f"a KV pool of {shard.num_pages} pages, {nbytes / 2**20:.0f} MiB, is not to be had: {error}",
+            hint="lower --kv-memory or --num-pages",
+        ) from error
+    return KVPool(shard, tuple((_view(flat, k), _view(flat, v)) for k, v in views(layout, shard)))
+
+
+def _view(flat: Tensor, view: View | None) -> Tensor:
+    assert view is not None, "MLA has no V of its own, and no model of ours is MLA yet"
+    return flat.as_strided(view.shape, view.strides, view.offset // flat.itemsize)
+
+
+def _free_nbytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise ConfigError("this system does not tell its free memory", hint="say --num-pages or --kv-memory in bytes")

@@ -1,0 +1,126 @@
+"""The Llama-like decoder: RMSNorm, rotary GQA attention, gated SiLU MLP, as one rank of a tensor-parallel group.
+
+One file serves Llama, Mistral, Qwen2 and Qwen3: they differ in which tensors there are, which `ModelSpec` says, not
+in what is computed with them. Source: transformers' modeling_llama.py, modeling_qwen3.py.
+
+                 ┌───────────────── residual ──────────────────┐        ┌──────── residual ───────┐
+    tokens ─embed┴─norm─qkv─(q,k norm)─rope─►pool─attend─o─Σ ──+─norm───┴─gate,up─silu·mul─down─Σ─+─ …
+                                                            over ranks                        over ranks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pd.runtime.engine import cpu_ops
+from pd.runtime.engine.attention import Attention
+from pd.runtime.engine.inputs import StepInputs
+from pd.runtime.engine.layers import Embedding, Linear, make_linear
+from pd.runtime.engine.mesh import Mesh
+from pd.runtime.engine.rope import angles
+from pd.runtime.engine.shards import RankShare
+from pd.runtime.engine.spec import ModelSpec
+from pd.runtime.engine.weights import Reader
+
+# T tokens of the step, B sampled rows, I hidden, H query heads and K kv heads of this rank, E head size,
+# D half of it, V vocabulary, W vocabulary of the widest rank
+
+Pools = tuple[Tensor, Tensor]
+"""One layer's k_PKSE and v_PKSE."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    input_norm_I: Tensor
+    qkv: Linear
+    query_norm_E: Tensor | None
+    key_norm_E: Tensor | None
+    output: Linear
+    mlp_norm_I: Tensor
+    gate_up: Linear
+    down: Linear
+    window: int | None
+
+
+class Llama:
+    """Holds one rank's weights; owns no KV."""
+
+    def __init__(self, spec: ModelSpec, share: RankShare, mesh: Mesh, *, reader: Reader, max_model_len: int) -> None:
+        """Read the rank's weights. `max_model_len`: how far positions reach, in tokens."""
+        self._spec = spec
+        self._share = share
+        self._mesh = mesh
+        rows_VI = reader.read("model.embed_tokens.weight")
+        self._embedding = Embedding(rows_VI, share.vocabulary.start, is_whole=share.tp == 1)
+        self._layers = [_read_layer(spec, layer, reader) for layer in range(spec.num_layers)]
+        self._norm_I = reader.read("model.norm.weight")
+        self._head = make_linear(rows_VI if spec.is_tied else reader.read("lm_head.weight"))
+        cos_ND, sin_ND = angles(spec.rope, spec.head_dim, max_model_len)
+        self._cos_ND, self._sin_ND = cos_ND.to(rows_VI.device), sin_ND.to(rows_VI.device)
+
+    def forward(self, inputs: StepInputs, pools: Sequence[Pools], attention: Attention) -> Tensor:
+        """Hidden states after the last norm, x_TI. Writes the tokens' K and V into `pools`, one a layer."""
+        reduce, eps = self._mesh.all_reduce, self._spec.rms_norm_eps
+        turns = self._cos_ND[inputs.positions_T], self._sin_ND[inputs.positions_T]
+        residual_TI = reduce(self._embedding(inputs.tokens_T))
+        x_TI = cpu_ops.rms_norm(residual_TI, self._layers[0].input_norm_I, eps)
+        following = [layer.input_norm_I for layer in self._layers[1:]] + [self._norm_I]
+        for layer, pool, next_norm_I in zip(self._layers, pools, following, strict=True):
+            q_THE = self._write_kv(layer, x_TI, turns, pool=pool, inputs=inputs)
+            seen_THE = attention(q_THE, pool, inputs, window=layer.window)
+            x_TI = reduce(layer.output(seen_THE.flatten(1)))
+            x_TI = cpu_ops.rms_norm(x_TI, layer.mlp_norm_I, eps, residual_TI)
+            x_TI = reduce(layer.down(cpu_ops.silu_mul(layer.gate_up(x_TI))))
+            x_TI = cpu_ops.rms_norm(x_TI, next_norm_I, eps, residual_TI)
+        return x_TI
+
+    def logits(self, x_BI: Tensor) -> Tensor | None:
+        """logits_BV on rank 0, None elsewhere. x_BI: rows of what `forward` returned."""
+        own_BV = self._head(x_BI)
+        if self._share.tp == 1:
+            return own_BV
+        sizes = [len(held) for held in self._share.vocabularies]
+        padded_BW = own_BV.new_zeros(own_BV.shape[0], max(sizes))
+        padded_BW[:, : own_BV.shape[1]] = own_BV
+        parts = self._mesh.gather_to_first(padded_BW)
+        if parts is None:
+            return None
+        return torch.cat([part_BW[:, :size] for part_BW, size in zip(parts, sizes, strict=True)], dim=1)
+
+    def _write_kv(
+        self, layer: _Layer, x_TI: Tensor, turns: tuple[Tensor, Tensor], *, pool: Pools, inputs: StepInputs
+    ) -> Tensor:
+        """Project, rotate, and put K and V into their pages. Returns the rotated q_THE."""
+        num_q, num_kv = len(self._share.query_heads), len(self._share.kv_heads)
+        qkv = layer.qkv(x_TI).view(-1, num_q + 2 * num_kv, self._spec.head_dim)
+        q_THE, k_TKE, v_TKE = torch.split_with_sizes(qkv, (num_q, num_kv, num_kv), dim=1)
+        if layer.query_norm_E is not None and layer.key_norm_E is not None:
+            q_THE = cpu_ops.rms_norm(q_THE, layer.query_norm_E, self._spec.rms_norm_eps)
+            k_TKE = cpu_ops.rms_norm(k_TKE, layer.key_norm_E, self._spec.rms_norm_eps)
+        places = {"pages_T": inputs.pages_T, "offsets_T": inputs.offsets_T}
+        cpu_ops.rope_and_write((q_THE, k_TKE, v_TKE), turns, pool, **places)
+        return q_THE
+
+
+def _read_layer(spec: ModelSpec, layer: int, reader: Reader) -> _Layer:
+    at = f"model.layers.{layer}."
+
+    def linear(*names: str) -> Linear:
+        weight = reader.stack(f"{at}{name}.weight" for name in names)
+        return make_linear(weight, reader.find(f"{at}{name}.bias" for name in names))
+
+    return _Layer(
+        input_norm_I=reader.read(f"{at}input_layernorm.weight"),
+        qkv=linear("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        query_norm_E=reader.find([f"{at}self_attn.q_norm.weight"]),
+        key_norm_E=reader.find([f"{at}self_attn.k_norm.weight"]),
+        output=linear("self_attn.o_proj"),
+        mlp_norm_I=reader.read(f"{at}post_attention_layernorm.weight"),
+        gate_up=linear("mlp.gate_proj", "mlp.up_proj"),
+        down=linear("mlp.down_proj"),
+        window=spec.windows[layer],
+    )
