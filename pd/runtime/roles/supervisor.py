@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import re
 import signal
@@ -96,7 +97,9 @@ class Supervisor:
         await self._stopping.wait()
         herald.cancel()
         self._screen.wait_for(None)
+        began = time.monotonic()
         await self._end_all(keepers)
+        self._screen.say(f"all ended after {time.monotonic() - began:.1f} s")
         for task in (herald, *keepers):
             with contextlib.suppress(asyncio.CancelledError):
                 await task  # raises what a bug raised
@@ -120,17 +123,14 @@ class Supervisor:
             self._stopping.set()
 
     async def _end_all(self, keepers: list[asyncio.Task[None]]) -> None:
-        for wait_s, act in ((_NUDGE_S, self._terminate_all), (_KILL_S - _NUDGE_S, self._terminate_all)):
-            act()
+        for wait_s in (_NUDGE_S, _KILL_S - _NUDGE_S):
+            for process in self._living.values():
+                process.terminate()
             _, open_ones = await asyncio.wait(keepers, timeout=wait_s)
             if not open_ones:
                 return
         self._kill_all()
         await asyncio.wait(keepers)
-
-    def _terminate_all(self) -> None:
-        for process in self._living.values():
-            process.terminate()
 
     def _kill_all(self) -> None:
         for process in self._living.values():
@@ -203,7 +203,7 @@ class Supervisor:
                 status, body = await _get(self._config.host, self._config.port, "/ready")
         except (OSError, ValueError, TimeoutError):
             return "the router"
-        return None if status == 200 else (body.strip()[:200] or "instances")
+        return None if status == 200 else _roles(body)
 
     def _summary(self) -> Iterator[str | Table]:
         config = self._config
@@ -219,6 +219,14 @@ class Supervisor:
         yield f"try    curl {address}/v1/chat/completions -H 'Content-Type: application/json' \\"
         yield f'         -d \'{{"model": "{config.model}", "messages": [{question}]}}\''
         yield f"stop   Ctrl-C, or kill {os.getpid()}"
+
+
+def _roles(body: str) -> str:
+    """Of /ready's answer: the roles that no living instance has."""
+    try:
+        return " and ".join(f"a {role} instance" for role in json.loads(body)["missing"])
+    except (ValueError, KeyError, TypeError):
+        return "instances"
 
 
 async def _get(host: str, port: int, path: str) -> tuple[int, str]:
