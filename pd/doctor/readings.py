@@ -29,10 +29,12 @@ def duration(seconds: float) -> str:
 
 
 def count(number: int, noun: str) -> str:
-    """2, "core" -> "2 cores"; 2, "process" -> "2 processes"."""
+    """2, "core" -> "2 cores"; 2, "switch" -> "2 switches"; 2, "copy" -> "2 copies"."""
     if number == 1:
         return f"1 {noun}"
-    return f"{number} {noun}{'es' if noun.endswith('s') else 's'}"
+    if noun.endswith("y"):
+        return f"{number} {noun[:-1]}ies"
+    return f"{number} {noun}{'es' if noun.endswith(('s', 'ch')) else 's'}"
 
 
 def fields(text: str | None) -> dict[str, str]:

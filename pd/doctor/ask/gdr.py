@@ -12,11 +12,13 @@ import torch
 
 from pd.doctor.answers import Gdr
 from pd.doctor.ask.verbs import load
+from pd.doctor.measure.through import write_through
 
 NBYTES = 2 << 20
 """The granularity of CUDA's exports."""
 ACCESS = 0b111
 """IBV_ACCESS_LOCAL_WRITE | REMOTE_WRITE | REMOTE_READ."""
+WAYS = ("peermem", "dma-buf")
 DMA_BUF_FD = 1
 """CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD."""
 
@@ -31,7 +33,14 @@ def answer() -> Gdr:
     for i in range(count.value):
         name = ib.ibv_get_device_name(listed[i]).decode()
         registered[name] = _register(ib, listed[i], page.data_ptr())
-    return Gdr(registered=registered, wrote=None, error="no loopback write in this version")
+    first = next((nic for nic, way in registered.items() if way in WAYS), None)
+    if first is None:
+        return Gdr(registered=registered, wrote=None, error="no NIC registered the page")
+    try:
+        error = write_through(f"{first}:1", "hip" if torch.version.hip else "cuda")
+    except ModuleNotFoundError as missing:
+        return Gdr(registered=registered, wrote=None, error=f"{missing.name} is not installed")
+    return Gdr(registered=registered, wrote=not error, error=error)
 
 
 def _signatures(ib: ctypes.CDLL) -> ctypes.CDLL:
@@ -57,9 +66,9 @@ def _register(ib: ctypes.CDLL, device: int, address: int) -> str:
     try:
         region = ib.ibv_reg_mr(domain, address, NBYTES, ACCESS)
         said = os.strerror(ctypes.get_errno())
-        way = "peermem"
+        way = WAYS[0]
         if not region:
-            region, way = _by_dmabuf(ib, domain, address), "dma-buf"
+            region, way = _by_dmabuf(ib, domain, address), WAYS[1]
         if not region:
             return f"ibv_reg_mr: {said}; dma-buf: {os.strerror(ctypes.get_errno())}"
         ib.ibv_dereg_mr(region)

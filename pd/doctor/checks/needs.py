@@ -51,7 +51,7 @@ def split(machine: Machine, *, launch: Launch) -> Result:
             f"--tp {max(t for t in range(1, launch.tp + 1) if needs.num_query_heads % t == 0)} divides the heads evenly",
         )
     repeated = sum(kv) - needs.num_kv_heads
-    return passed(read + (f" ({count(repeated, 'copy')} more than one each)".replace("copys", "copies") if repeated else ""))
+    return passed(read + (f" ({count(repeated, 'copy')} more than one each)" if repeated else ""))
 
 
 def weights(machine: Machine, *, launch: Launch) -> Result:
