@@ -76,7 +76,7 @@ class ShmTransport:
 
     def endpoint(self) -> bytes:
         region = self._own_region()
-        source = Source(self._life.pid, self._fd, os.fstat(self._fd).st_ino, region.nbytes)
+        source = Source(self._fd, os.fstat(self._fd).st_ino, region.nbytes)
         return msgspec.msgpack.encode(ShmEndpoint(self.me, self._life, source))
 
     def connect(self, peer: str, endpoint: bytes) -> None:
@@ -151,7 +151,7 @@ def decode(peer: str, endpoint: bytes) -> ShmEndpoint:
         there = msgspec.msgpack.decode(endpoint, type=ShmEndpoint)
     except msgspec.MsgspecError as error:
         raise TransferError(f"{peer} sent no shm endpoint: {error}") from error
-    if there.source.pid < 1 or there.source.pid != there.life.pid or there.source.nbytes < 1:
+    if there.life.pid < 1 or there.source.fd < 0 or there.source.nbytes < 1:
         raise TransferError(f"{peer} sent a broken shm endpoint: {there}")
     return there
 
@@ -162,7 +162,7 @@ def why_unreachable(there: ShmEndpoint) -> str | None:
     if reason is not None:
         return reason
     try:
-        os.close(open_source(there.source))
+        os.close(open_source(there.life.pid, there.source))
     except OSError as error:
         return f"its memory cannot be opened: {error}"
     return None

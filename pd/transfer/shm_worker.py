@@ -39,7 +39,6 @@ a fresh mapping of touched memory at 1.4, into a populated one at 5; populating 
 class Source(msgspec.Struct, frozen=True, array_like=True):
     """A region as its owner's process sees it."""
 
-    pid: int
     fd: int
     inode: int
     nbytes: int
@@ -165,7 +164,7 @@ class ShmWorker:
             if pidfd is None:
                 self._lose(peer, f"process {peer.life.pid} of {peer.name} ended")
                 return
-            memory = _map(peer.source)
+            memory = _map(peer.life.pid, peer.source)
         except OSError as error:
             if pidfd is not None:
                 os.close(pidfd)
@@ -227,15 +226,15 @@ def door_offset(nbytes: int) -> int:
     return -(-nbytes // DOOR_NBYTES) * DOOR_NBYTES
 
 
-def open_source(source: Source) -> int:
+def open_source(pid: int, source: Source) -> int:
     """A descriptor for the caller to close. Raises OSError where the region is not there, not the one meant, or could
     shrink under us."""
-    fd = os.open(f"/proc/{source.pid}/fd/{source.fd}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+    fd = os.open(f"/proc/{pid}/fd/{source.fd}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
     found, length = os.fstat(fd), _length(source)
     if found.st_ino != source.inode or found.st_size != length:
         os.close(fd)
         raise OSError(
-            f"file {source.fd} of process {source.pid} is inode {found.st_ino} of {found.st_size} bytes, "
+            f"file {source.fd} of process {pid} is inode {found.st_ino} of {found.st_size} bytes, "
             f"not inode {source.inode} of {length}"
         )
     try:
@@ -244,12 +243,12 @@ def open_source(source: Source) -> int:
         is_sealed = False  # no memfd at all
     if not is_sealed:
         os.close(fd)
-        raise OSError(f"file {source.fd} of process {source.pid} may shrink while we write to it")
+        raise OSError(f"file {source.fd} of process {pid} may shrink while we write to it")
     return fd
 
 
-def _map(source: Source) -> mmap.mmap:
-    fd = open_source(source)
+def _map(pid: int, source: Source) -> mmap.mmap:
+    fd = open_source(pid, source)
     try:
         return mmap.mmap(fd, _length(source))
     finally:

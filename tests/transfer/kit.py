@@ -18,7 +18,7 @@ from pd.transfer.memory import MemoryHub, MemoryTransport
 from pd.transfer.shm import ShmTransport
 from pd.transfer.tcp import TcpTransport
 from pd.transfer.tcp_lane import TcpLimits
-from pd.transfer.transport import Completion, JobDone, JobFailed, PeerLost, Span, Transport
+from pd.transfer.transport import Completion, JobDone, JobFailed, PeerLost, Span, TransferError, Transport
 
 BACKENDS = ("memory", "shm", "tcp", "tcp3", "auto")
 """tcp3: with three lanes a peer."""
@@ -88,6 +88,21 @@ def wait_jobs(transport: Transport, num_jobs: int, timeout_s: float = 20.0) -> l
 
 def wait_lost(transport: Transport, timeout_s: float = 20.0) -> list[Completion]:
     return wait_for(transport, lambda ended: any(isinstance(end, PeerLost) for end in ended), timeout_s)
+
+
+def lost_after_write(transport: Transport, peer: str, span: Span, timeout_s: float = 5.0) -> list[Completion]:
+    """Write to a peer that cannot be reached, and wait until that is known: the job fails, then the peer is lost.
+
+    Where the loss is noticed before the write, the write is refused instead.
+    """
+    try:
+        transport.write(peer, [span], job=1)
+        expected: list[type] = [JobFailed, PeerLost]
+    except TransferError:
+        expected = [PeerLost]
+    ended = wait_lost(transport, timeout_s)
+    assert [type(end) for end in ended] == expected
+    return ended
 
 
 def done_jobs(ended: Sequence[Completion]) -> list[int]:

@@ -1,0 +1,209 @@
+"""What only shared memory has: whose region may be mapped, and how `auto` decides."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import cast
+
+import msgspec
+import pytest
+
+from pd.transfer.auto import AutoTransport
+from pd.transfer.choose import make_transport
+from pd.transfer.host import is_dead, this_life, watch, why_elsewhere
+from pd.transfer.shm import ShmEndpoint, ShmTransport
+from pd.transfer.transport import Span, TransferError
+from tests.transfer.kit import Child, Net, done_jobs, lost_after_write, open_fds, wait_jobs, wait_lost
+
+
+@pytest.fixture
+def net() -> Iterator[Net]:
+    made = Net("shm")
+    yield made
+    made.close()
+
+
+def shm_part(endpoint: bytes) -> ShmEndpoint:
+    return msgspec.msgpack.decode(endpoint, type=ShmEndpoint)
+
+
+def with_life(endpoint: ShmEndpoint, **change: object) -> ShmEndpoint:
+    return msgspec.structs.replace(endpoint, life=msgspec.structs.replace(endpoint.life, **change))
+
+
+# ---- who is who -------------------------------------------------------------------------------------------------
+
+
+def test_a_peer_on_another_host_or_in_another_container_is_refused_saying_so(net: Net) -> None:
+    a, _ = net.make("a", 64)
+    b, _ = net.make("b", 64)
+    there = shm_part(b.endpoint())
+    other_host = with_life(there, boot_id="0000-1111")
+    with pytest.raises(TransferError, match=r"shm cannot reach b: it runs on another host \(boot 0000-1111, ours "):
+        a.connect("b", msgspec.msgpack.encode(other_host))
+    other_container = with_life(there, pid_namespace="pid:[1]")
+    with pytest.raises(TransferError, match=r"in another container \(pid:\[1\], ours pid:\["):
+        a.connect("b", msgspec.msgpack.encode(other_container))
+
+
+def test_a_reused_process_id_is_not_taken_for_the_peer(net: Net) -> None:
+    a, _ = net.make("a", 64)
+    b, view_b = net.make("b", 64)
+    there = shm_part(b.endpoint())
+    a.connect("b", msgspec.msgpack.encode(with_life(there, started=there.life.started - 1)))
+    ended = lost_after_write(a, "b", Span(0, 0, 64))
+    assert f"process {os.getpid()} of b ended" in ended[-1].reason  # type: ignore[union-attr]
+    assert view_b == bytes(64)
+
+
+def test_a_reused_descriptor_is_not_taken_for_the_region(net: Net) -> None:
+    a, _ = net.make("a", 64)
+    b, _ = net.make("b", 64)
+    there = shm_part(b.endpoint())
+    source = msgspec.structs.replace(there.source, inode=there.source.inode + 1)
+    a.connect("b", msgspec.msgpack.encode(msgspec.structs.replace(there, source=source)))
+    ended = lost_after_write(a, "b", Span(0, 0, 64))
+    assert "cannot map the region of b" in ended[-1].reason  # type: ignore[union-attr]
+    assert f"not inode {source.inode}" in ended[-1].reason  # type: ignore[union-attr]
+
+
+def test_memory_that_could_shrink_under_us_is_not_mapped(net: Net) -> None:
+    a, _ = net.make("a", 64)
+    unsealed = os.memfd_create("unsealed")
+    os.ftruncate(unsealed, 8192)
+    b, _ = net.make("b", 64)
+    there = shm_part(b.endpoint())
+    source = msgspec.structs.replace(there.source, fd=unsealed, inode=os.fstat(unsealed).st_ino)
+    a.connect("b", msgspec.msgpack.encode(msgspec.structs.replace(there, source=source)))
+    ended = wait_lost(a)
+    assert "may shrink while we write to it" in ended[-1].reason  # type: ignore[union-attr]
+    os.close(unsealed)
+
+
+def test_lost_peers_leave_no_descriptor(net: Net) -> None:
+    a, _ = net.make("a", 64)
+    b, _ = net.make("b", 64)
+    a.connect("b", b.endpoint())
+    a.write("b", [Span(0, 0, 1)], job=0)
+    wait_jobs(a, 1)
+    before = len(open_fds())
+    for i in range(20):
+        child = Child("shm", f"c{i}", 64) if i < 2 else None
+        endpoint = child.endpoint if child else msgspec.msgpack.encode(with_life(shm_part(b.endpoint()), started=1))
+        a.connect(f"c{i}", endpoint)
+        if child:
+            child.close()
+        wait_lost(a)
+    assert len(open_fds()) == before
+
+
+def test_our_own_life_is_seen_alive_and_a_childs_end_is_seen() -> None:
+    ours = this_life()
+    assert not is_dead(ours, ours)
+    assert is_dead(msgspec.structs.replace(ours, started=ours.started - 1), ours)
+    assert not is_dead(msgspec.structs.replace(ours, boot_id="x", pid=1 << 22), ours), "out of sight is not dead"
+    assert why_elsewhere(ours, ours) is None
+    child = Child("shm", "c", 64)
+    life = shm_part(child.endpoint).life
+    assert not is_dead(life, ours)
+    child.process.kill()
+    os.waitid(os.P_PID, child.process.pid, os.WEXITED | os.WNOWAIT)
+    assert is_dead(life, ours), "a zombie writes nothing"
+    child.close()
+    assert is_dead(life, ours) and watch(life) is None
+
+
+def test_shm_says_what_it_cannot_register() -> None:
+    transport = ShmTransport(me="a")
+    with pytest.raises(TransferError, match="not the 4096 bytes at 0x10000 made elsewhere"):
+        transport.register(0x10000, 4096)
+    transport.close()
+
+
+# ---- auto -------------------------------------------------------------------------------------------------------
+
+
+def foreign(endpoint: bytes, **change: object) -> bytes:
+    """An auto endpoint as another host would send it."""
+    tag, shm, tcp = msgspec.msgpack.decode(endpoint)
+    return msgspec.msgpack.encode([tag, msgspec.msgpack.encode(with_life(shm_part(shm), **change)), tcp])
+
+
+def test_auto_takes_shm_on_one_host_and_tcp_beyond_and_says_why() -> None:
+    net = Net("auto")
+    a, view_a = net.make("a", 4096)
+    near, view_near = net.make("near", 4096)
+    far, view_far = net.make("far", 4096)
+    view_a[:] = os.urandom(4096)
+    a.connect("near", near.endpoint())
+    a.connect("far", foreign(far.endpoint(), boot_id="elsewhere"))
+    auto = cast(AutoTransport, a)
+    assert auto.describe("near") == "shm (one host)"
+    assert auto.describe("far") == f"tcp (on another host (boot elsewhere, ours {this_life().boot_id}))"
+    a.write("near", [Span(0, 0, 4096)], job=1)
+    a.write("far", [Span(0, 0, 4096)], job=2)
+    assert sorted(done_jobs(wait_jobs(a, 2))) == [1, 2]
+    assert view_near == view_a and view_far == view_a
+    net.close()
+
+
+def test_auto_takes_tcp_where_the_memory_cannot_be_opened() -> None:
+    net = Net("auto")
+    a, view_a = net.make("a", 64)
+    b, view_b = net.make("b", 64)
+    view_a[:] = b"\x01" * 64
+    tag, shm, tcp = msgspec.msgpack.decode(b.endpoint())
+    there = shm_part(shm)
+    source = msgspec.structs.replace(there.source, fd=99_999)
+    shm = msgspec.msgpack.encode(msgspec.structs.replace(there, source=source))
+    a.connect("b", msgspec.msgpack.encode([tag, shm, tcp]))
+    assert cast(AutoTransport, a).describe("b").startswith("tcp (its memory cannot be opened: ")
+    a.write("b", [Span(0, 0, 64)], job=1)
+    assert done_jobs(wait_jobs(a, 1)) == [1]
+    assert view_b == b"\x01" * 64
+    net.close()
+
+
+def test_auto_severs_a_peer_of_another_host_and_not_a_living_one_of_this() -> None:
+    net = Net("auto")
+    a, _ = net.make("a", 64)
+    far, _ = net.make("far", 64)
+    near, _ = net.make("near", 64)
+    a.connect("far", foreign(far.endpoint(), boot_id="elsewhere"))
+    a.connect("near", near.endpoint())
+    assert a.sever("far")
+    assert not a.sever("near")
+    assert not a.sever("a stranger")
+    far.connect("a", foreign(a.endpoint(), boot_id="elsewhere"))
+    lost_after_write(far, "a", Span(0, 0, 64))
+    net.close()
+
+
+# ---- choosing ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["auto", "shm", "tcp"])
+def test_each_name_makes_its_backend(name: str) -> None:
+    transport = make_transport(name, me="a", host="127.0.0.1", devices=())
+    assert transport.name == name
+    transport.allocate(64)
+    assert 0 < len(transport.endpoint()) <= 4096
+    transport.close()
+
+
+def test_an_unknown_backend_and_devices_that_cannot_be_honoured_are_refused() -> None:
+    with pytest.raises(TransferError, match="no transfer backend is called 'ucx'; there are auto, shm, tcp"):
+        make_transport("ucx", me="a", host="127.0.0.1")
+    with pytest.raises(TransferError, match="cannot honour mlx5_0, mlx5_1"):
+        make_transport("shm", me="a", host="127.0.0.1", devices=("mlx5_0", "mlx5_1"))
+    with pytest.raises(TransferError, match="network interface mlx5_0 has no IPv4 address"):
+        make_transport("auto", me="a", host="127.0.0.1", devices=("mlx5_0",))
+
+
+def test_a_life_of_no_process_is_a_broken_endpoint(net: Net) -> None:
+    a, _ = net.make("a", 64)
+    there = shm_part(a.endpoint())
+    for pid in (0, -1):
+        with pytest.raises(TransferError, match="b sent a broken shm endpoint"):
+            a.connect("b", msgspec.msgpack.encode(with_life(there, pid=pid)))
