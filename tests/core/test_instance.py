@@ -49,6 +49,19 @@ def test_hello_is_said_each_second_until_welcome_and_beats_follow(role: Role) ->
     assert len(said(effects, Beat)) == 4
 
 
+@pytest.mark.parametrize("start", [-5000.0, 0.0, 1e7])
+def test_deadlines_hold_wherever_the_hosts_clock_stands(start: float) -> None:
+    me = Instance(Role.DECODE)
+    me.now = start
+    me.wait(0.1)
+    me.router(Welcome())
+    me.meet(hello("p", Role.PREFILL))
+    me.router(reserve_for("r", 4, life=Peer("p", EPOCH), deadline_s=2.0))
+    effects = me.wait(1.9)
+    assert (len(said(effects, Beat)), said(effects, Failed)) == (4, [])
+    assert len(said(me.wait(0.3), Failed)) == 1
+
+
 def test_a_router_that_does_not_answer_is_complained_of_every_ten_seconds() -> None:
     me = Instance(Role.DECODE)
     stamps = [stamp for stamp in said(me.wait(35.0), Stamp) if stamp.what == "unwelcome"]

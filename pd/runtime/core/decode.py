@@ -45,10 +45,10 @@ class DecodePart:
 
     def land(self, request: Request, token: Token) -> list[Effect]:
         """All KV of `request` but the first token's is here, and its pages are ours."""
-        if request.take(token.id) is not None:  # prefill's limits allowed more: no token follows, but an ending
-            self._release(request)
-            end = Progress(request.handle, request.num_tokens, (), Finish.LENGTH)
-            return [Send(ROUTER, Tokens((end,))), Stamp(str(request.handle), "finished", Finish.LENGTH.value)]
+        finish = request.take(token.id)
+        if finish is not None:  # prefill's limits allowed more: no token follows, but an ending
+            end = Progress(request.handle, request.num_tokens, (), finish)
+            return [Send(ROUTER, Tokens((end,))), *self.finish(request, finish)]
         request.tokens = (*request.tokens, token.id)
         request.generated.clear()
         self.ready[request.handle] = request
@@ -148,7 +148,6 @@ class DecodePart:
 
     def _release(self, request: Request) -> None:
         self._flight.close(request)
-        if self._settings.prefix_cache and request.table.pages:
-            known = (*request.tokens, *request.generated)
-            self._pages.insert(request.table, known, min(request.num_computed, request.num_tokens - 1))
+        if self._settings.prefix_cache and request.generated:  # what was sampled from is computed
+            self._pages.insert(request.table, (*request.tokens, *request.generated), request.num_tokens - 1)
         self._flight.release(request.table, request.last_step)

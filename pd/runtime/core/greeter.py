@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from pd.runtime.core.events import ROUTER, Effect, Send, Stamp
@@ -15,7 +16,7 @@ class Greeter:
         self._deadlines = deadlines
         self._is_welcome = False
         self._hello_at: float | None = None  # None: at once
-        self._beat_at = 0.0
+        self._beat_at = -math.inf
         self._complain_at: float | None = None
 
     def welcome(self) -> list[Effect]:

@@ -112,11 +112,6 @@ class Inboxes:
         effects: list[Effect] = []
         for inbox in self._of(life):
             effects += self._move(inbox, Event.SEVERED if answer.clean else Event.UNCLEAN, now=now)
-        num_quarantined = self._pages.pool.num_quarantined
-        if num_quarantined:
-            effects.append(Stamp(life.name, "quarantined", f"{num_quarantined} pages"))
-        if num_quarantined > self._settings.num_pages // 2:
-            effects.append(Exit(f"{num_quarantined} pages are quarantined: start again", failed=True))
         return effects
 
     def sweep(self, now: float) -> list[Effect]:
@@ -128,6 +123,9 @@ class Inboxes:
                 effects += self._fail(inbox, Event.TIMEOUT, reason=reason, now=now)
             elif now >= inbox.remind_at:
                 effects += self._move(inbox, Event.REMIND, now=now)
+        num_quarantined = self._pages.pool.num_quarantined
+        if num_quarantined > self._settings.num_pages // 2:
+            effects.append(Exit(f"{num_quarantined} pages are quarantined: start again", failed=True))
         return effects
 
     def check(self) -> None:
@@ -170,7 +168,9 @@ class Inboxes:
         inbox.state, todo = handoff.step(INBOX, before, event)
         if inbox.state is not before:
             inbox.deadline = now + self._settings.deadlines.fencing_s
-        inbox.remind_at = now + self._settings.deadlines.remind_s
+        is_quarantined = inbox.state is InboxState.QUARANTINED
+        deadlines = self._settings.deadlines
+        inbox.remind_at = now + (deadlines.sever_again_s if is_quarantined else deadlines.remind_s)
         effects: list[Effect] = []
         for effect in todo:
             effects += self._do(inbox, effect)
@@ -190,6 +190,8 @@ class Inboxes:
                 self._pages.release(inbox.table)
             case handoff.Effect.QUARANTINE:
                 self._pages.quarantine(inbox.table)
+                detail = f"{len(inbox.table.pages)} pages: {inbox.life.name} may still write them"
+                return [Stamp(str(inbox.reserve.handle), "quarantined", detail)]
             case handoff.Effect.READMIT:
                 self._pages.readmit(inbox.table)
             case _:

@@ -9,6 +9,7 @@ Rules
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import assert_never
 
@@ -71,7 +72,7 @@ class InstanceBrain:
         self._greeter = Greeter(hello, settings.deadlines)
         self._draining: str | None = None  # why
         self._has_exited = False
-        self._sweep_at = 0.0
+        self._sweep_at = -math.inf
 
     def on(self, event: Event, now: float) -> list[Effect]:
         """Hear one event. `now`: seconds of this host's monotonic clock, never going back."""

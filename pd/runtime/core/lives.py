@@ -104,14 +104,15 @@ class Links:
         link = self._links.get(life.name)
         if link and link.hello.epoch == life.epoch:
             link.way = Way.CUT
+        effects: list[Effect] = [] if life in self._severed else [Stamp(life.name, "severed", f"epoch {life.epoch}")]
         self._severed[life] = None
         self._severed.move_to_end(life)
         if len(self._severed) > MAX_SEVERED:
             self._severed.popitem(last=False)
-        if life in self._asked:
-            return []
-        self._asked.add(life)
-        return [Order(Sever(*life)), Stamp(life.name, "severed", f"epoch {life.epoch}")]
+        if life not in self._asked:
+            self._asked.add(life)
+            effects.append(Order(Sever(*life)))
+        return effects
 
     def is_cut(self, life: Peer) -> bool:
         """For good: whoever pairs it with us should do so no more."""

@@ -26,7 +26,9 @@ class Deadlines:
     fencing_s: float = 30.0
     """For a Fenced: two steps of prefill may have to end first, and then their writes (`stopping_s`)."""
     remind_s: float = 0.5
-    """Between two Stops, and between two Severs of a peer that could not be severed."""
+    """Between two Stops: a lost one costs no more."""
+    sever_again_s: float = 2.0
+    """Between two Severs of a peer that could not be severed: its process may have ended since."""
     vanished_s: float = 3.0
     """For a peer to return to the router's list: a restarted router hears of all its instances within two Hellos."""
     attach_s: float = 1.0
