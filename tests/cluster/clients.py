@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pd.runtime.core.events import Abandon, Emit, End, Event, Submit
 from pd.runtime.wire.messages import Finish
 from tests.cluster.clock import Clock
-from tests.cluster.model import expected
+from tests.cluster.model import Answer, expected
 from tests.cluster.scenario import MAX_MODEL_LEN, Ask, Instance, Profile
 from tests.cluster.trace import Violation
 
@@ -22,6 +22,7 @@ Hear = Callable[[Event], None]
 @dataclass
 class Client:
     ask: Ask
+    wanted: Answer
     tokens: list[int] = field(default_factory=list)
     ending: Finish | End | None = None
     has_left: bool = False
@@ -40,7 +41,7 @@ class Clients:
 
     def ask(self, ask: Ask, router: Hear | None) -> None:
         """Submit to the router, if there is one."""
-        client = Client(ask)
+        client = Client(ask, expected(ask.prompt, ask.sampling, MAX_MODEL_LEN))
         self._clients[ask.request_id] = client
         if router is None:
             self._close(client, "no router")
@@ -96,7 +97,7 @@ class Clients:
 
     def _emit(self, client: Client, emit: Emit) -> str | None:
         ask = client.ask
-        want = expected(ask.prompt, ask.sampling, MAX_MODEL_LEN)
+        want = client.wanted
         start = len(client.tokens)
         got = tuple(token.id for token in emit.tokens)
         if emit.position != len(ask.prompt) + start:

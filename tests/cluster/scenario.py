@@ -86,9 +86,9 @@ class Scenario:
 def scenario(seed: int, profile: Profile) -> Scenario:
     rng = random.Random(f"{profile.value} {seed}")
     instances = _instances(rng, profile)
-    whole_at = 6.0
-    asks = _asks(rng, profile, until=5.5)
-    probe_at = whole_at + 9.0  # the longest silence or severing is over by then
+    whole_at = 4.6
+    asks = _asks(rng, profile, until=4.2)
+    probe_at = whole_at + 7.0  # the longest silence or severing is over by then
     asks += [_probe(rng, probe_at + 0.01 * index, index) for index in range(3)]
     names = [instance.name for instance in instances]
     return Scenario(
@@ -96,7 +96,7 @@ def scenario(seed: int, profile: Profile) -> Scenario:
         profile,
         tuple(instances),
         tuple(asks),
-        tuple(_strikes(rng, profile, names, until=5.0)),
+        tuple(_strikes(rng, profile, names, until=4.0)),
         _odds(rng, profile),
         can_sever=profile is Profile.CALM or rng.random() < 0.7,
         whole_at=whole_at,
@@ -112,7 +112,9 @@ def _instances(rng: random.Random, profile: Profile) -> list[Instance]:
     def instance(name: str, role: Role) -> Instance:
         size = rng.choice((2, 4, 8)) if odd_sizes else page_size
         longest = -(-MAX_MODEL_LEN // size)
-        num_pages = rng.randint(longest // 2, longest * 2) if tight else longest * rng.randint(6, 12)
+        num_pages = rng.randint(longest // 2, longest * 2) if tight else longest * rng.randint(3, 5)
+        if profile is Profile.CALM:
+            num_pages = longest * 9  # for all slots and what is promised: nobody gives way
         max_running = rng.choice((2, 3, 4)) if tight else 8
         return Instance(name, role, rng.choice((1, 1, 2)), size, num_pages, max_running)
 
@@ -130,7 +132,7 @@ def _asks(rng: random.Random, profile: Profile, *, until: float) -> list[Ask]:
     beginnings = [tuple(rng.randrange(97) for _ in range(rng.randint(4, 24))) for _ in range(3)]
     asks: list[Ask] = []
     time = 0.6
-    while time < until and len(asks) < 24:
+    while time < until and len(asks) < 20:
         num_alike = rng.choice((1, 1, 1, 2, 4))  # `n`, or a burst of one prompt
         prompt = _prompt(rng, beginnings)
         for _ in range(num_alike):

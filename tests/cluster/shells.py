@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Protocol
@@ -59,17 +60,18 @@ class Shell:
         self.ranks: Ranks | None = None
         self.tell: Tell | None = None  # router only
         self.on_exit: Callable[[], None] | None = None
+        self.stamps: Counter[str] = Counter()
         self._clock = clock
         self._trace = trace
         self._clock_offset = clock_offset
         self._post = post
-        self._paused_until = 0.0
+        self.paused_until = 0.0
 
     def start(self, rng: random.Random) -> None:
         self._clock.after(rng.uniform(0.0, TICK_S), self._tick)
 
     def pause(self, until: float) -> None:
-        self._paused_until = max(until, self._paused_until)
+        self.paused_until = max(until, self.paused_until)
 
     def die(self) -> None:
         self.is_alive = False
@@ -83,8 +85,8 @@ class Shell:
         """Have the brain decide, and do what it says. A paused process hears it all later, in order."""
         if not self.is_alive:
             return
-        if self._clock.now < self._paused_until:
-            self._clock.at(self._paused_until, partial(self.hear, event))
+        if self._clock.now < self.paused_until:
+            self._clock.at(self.paused_until, partial(self.hear, event))
             return
         try:
             if not isinstance(event, Tick):
@@ -121,11 +123,11 @@ class Shell:
                 self.die()
                 if self.on_exit is not None:
                     self.on_exit()
-            case Stamp():
-                pass
+            case Stamp(what=what):
+                self.stamps[what] += 1
 
     def _tick(self) -> None:
         if self.is_alive:
-            if self._clock.now >= self._paused_until:
+            if self._clock.now >= self.paused_until:
                 self.hear(Tick())
             self._clock.after(TICK_S, self._tick)

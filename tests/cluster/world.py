@@ -20,7 +20,7 @@ from tests.cluster.clock import Clock
 from tests.cluster.model import NUM_HEADS, VOCAB_SIZE
 from tests.cluster.network import Network
 from tests.cluster.ranks import Ranks
-from tests.cluster.scenario import MAX_MODEL_LEN, Ask, Blow, Instance, Odds, Scenario, Strike
+from tests.cluster.scenario import MAX_MODEL_LEN, Ask, Blow, Instance, Odds, Profile, Scenario, Strike
 from tests.cluster.shells import Shell
 from tests.cluster.trace import Trace, Violation
 from tests.cluster.writes import DataPlane
@@ -62,7 +62,6 @@ class World:
         self.trace = trace
         self.clock = Clock()
         self.clients = Clients(self.clock, scenario.profile, scenario.instances)
-        self.num_repeats = 0
         self._brains = brains
         self._rng = random.Random(f"world {scenario.seed}")
         self._network = Network(self.clock, self._rng, scenario.odds, trace=trace, deliver=self._deliver)
@@ -80,7 +79,7 @@ class World:
         for ask in self.scenario.asks:
             self.clock.at(ask.at, partial(self._ask, ask))
             if ask.leave_at is not None:
-                self.clock.at(ask.leave_at, partial(self.clients.leave, ask.request_id, self._hear_router))
+                self.clock.at(ask.leave_at, partial(self._leave, ask.request_id))
         for strike in self.scenario.strikes:
             self.clock.at(strike.at, partial(self._strike, strike))
         self.clock.at(self.scenario.whole_at, self._make_whole)
@@ -103,6 +102,9 @@ class World:
         return not self._plane.num_open() and all(shell.brain.is_idle() for shell in self._shells.values())
 
     def _check_quiet(self) -> None:
+        repeated = self._shells[ROUTER].stamps["repeated"]
+        if repeated and self.scenario.profile is Profile.CALM:
+            raise Violation(f"{repeated} attempts were repeated, though nothing is wrong")
         for shell in self._shells.values():
             if not shell.brain.is_idle():
                 raise Violation(f"{shell.life} still holds something {QUIET_S:g} s after all is over")
@@ -111,6 +113,13 @@ class World:
 
     def _ask(self, ask: Ask) -> None:
         self.clients.ask(ask, self._hear_router if self._shells[ROUTER].is_alive else None)
+
+    def _leave(self, request_id: str) -> None:
+        router = self._shells[ROUTER]
+        if self.clock.now < router.paused_until:  # it stands still, and the client's connection with it
+            self.clock.at(router.paused_until, partial(self._leave, request_id))
+        else:
+            self.clients.leave(request_id, self._hear_router if router.is_alive else None)
 
     def _hear_router(self, event: Event) -> None:
         self._shells[ROUTER].hear(event)
@@ -129,7 +138,7 @@ class World:
     def _tell(self, told: Emit | End) -> None:
         leaver = self.clients.tell(told)
         if leaver is not None:
-            self.clock.after(0.0, partial(self.clients.leave, leaver, self._hear_router))
+            self.clock.after(0.0, partial(self._leave, leaver))
 
     def _new_life(self, name: str) -> Peer:
         self._num_lives += 1
