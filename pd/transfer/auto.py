@@ -78,9 +78,12 @@ class AutoTransport:
         return self._outbox.drain()
 
     def sever(self, peer: str) -> bool:
-        """True if neither way is left to it: its connections are ended, and it is elsewhere or dead."""
+        """True if neither way is left to it: its connections are ended, and it is elsewhere or dead.
+
+        Asked again, looks again.
+        """
         self._ways.pop(peer, None)
-        known = self._known.pop(peer, None)
+        known = self._known.get(peer)
         self._shm.sever(peer)
         is_cut = self._tcp.sever(peer)
         if known is None:

@@ -50,7 +50,7 @@ class ShmTransport:
         self._fd = -1
         self._worker: ShmWorker | None = None
         self._peers: dict[str, tuple[ShmEndpoint, Peer]] = {}
-        self._severed: set[str] = set()
+        self._severed: dict[str, Life | None] = {}
 
     def allocate(self, nbytes: int) -> memoryview:
         check_size(nbytes)
@@ -91,8 +91,8 @@ class ShmTransport:
         if self._worker is None:
             self._worker = ShmWorker(region.address, self._outbox)
         known = Peer(peer, there.life, there.source)
-        self._peers[peer] = (there, known)
         self._worker.add(known)
+        self._peers[peer] = (there, known)
 
     def write(self, peer: str, spans: Sequence[Span], *, job: int) -> None:
         self._take(peer, spans, job, is_read=False)
@@ -104,14 +104,14 @@ class ShmTransport:
         return self._outbox.drain()
 
     def sever(self, peer: str) -> bool:
-        endpoint, known = self._peers.pop(peer, (None, None))
-        self._severed.add(peer)
-        if endpoint is None or known is None or self._worker is None:
-            return False  # nobody told us which process that is
-        self._severed.add(endpoint.me)
-        self._worker.cut(known, "severed here")
-        known.has_left.wait(SEVER_TIMEOUT_S)
-        return is_dead(endpoint.life, self._life)
+        """True once its process is dead: until then it keeps our memory mapped. Asked again, looks again."""
+        if peer in self._peers and self._worker is not None:
+            endpoint, known = self._peers.pop(peer)
+            self._severed[peer] = self._severed[endpoint.me] = endpoint.life
+            self._worker.cut(known, "severed here")
+            known.has_left.wait(SEVER_TIMEOUT_S)
+        life = self._severed.setdefault(peer, None)  # None: nobody told us which process that is
+        return life is not None and is_dead(life, self._life)
 
     def close(self) -> None:
         if self._worker is not None:

@@ -82,7 +82,7 @@ def test_a_refusal_ends_the_life_it_names_and_no_other() -> None:
     me = Instance(Role.DECODE)
     assert said(me.router(Refusal("old", "another")), Exit) == []
     assert said(me.router(Refusal("dtype: bfloat16 and float32", EPOCH)), Exit) == [
-        Exit("dtype: bfloat16 and float32", failed=True)
+        Exit("dtype: bfloat16 and float32", failed=True, refused=True)
     ]
     assert said(me.router(Refusal("again", "")), Exit) == []
 

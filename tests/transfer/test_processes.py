@@ -112,6 +112,9 @@ def test_a_killed_peer_is_severed_and_a_living_one_only_where_it_can_be(net: Net
     dead.process.wait()
     assert a.sever("dead")
     assert a.sever("living") == (net.backend == "tcp")
+    living.process.kill()
+    living.process.wait()
+    assert a.sever("living"), "asked again, it looks again: quarantined pages must come back"
 
 
 def test_kill_9_of_both_ends_leaves_nothing_behind(net: Net, spawn: Spawn) -> None:

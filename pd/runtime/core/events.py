@@ -129,10 +129,14 @@ class Stamp:
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """The instance has nothing left to do (drained) or may not go on (refused): end the process."""
+    """The instance has nothing left to do (drained), or may not go on: end the process.
+
+    `failed`: a new life may do better. `refused` as well: it will not, until a person changes something.
+    """
 
     reason: str
     failed: bool
+    refused: bool = False
 
 
 Event = Received | Tick | Drain | Submit | Abandon

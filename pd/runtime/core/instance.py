@@ -122,7 +122,7 @@ class InstanceBrain:
             case WhoAreYou():
                 return self._greeter.introduce(now) if self._draining is None else []
             case Refusal(reason=reason, epoch=epoch):
-                return [Exit(reason, failed=True)] if epoch in ("", self._me.epoch) else None
+                return [Exit(reason, failed=True, refused=True)] if epoch in ("", self._me.epoch) else None
             case Peers(peers=peers):
                 return self._work.meet(peers, now)
             case Reserve():

@@ -30,8 +30,8 @@ class Child:
     command: tuple[str, ...]
 
 
-def start(child: Child) -> subprocess.Popen[bytes]:
-    """Its standard output and error are one pipe, for `lines`."""
+def start(child: Child, *, scratch: str) -> subprocess.Popen[bytes]:
+    """Its standard output and error are one pipe, for `lines`; its temporary files go into the folder `scratch`."""
     parent = os.getpid()
     return subprocess.Popen(
         child.command,
@@ -39,6 +39,7 @@ def start(child: Child) -> subprocess.Popen[bytes]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         start_new_session=True,
+        env=os.environ | {"TMPDIR": scratch},
         preexec_fn=lambda: _end_with(parent),
     )
 
@@ -54,6 +55,12 @@ async def ended(process: subprocess.Popen[bytes]) -> None:
     finally:
         loop.remove_reader(handle)
         os.close(handle)
+
+
+def ask_to_end(process: subprocess.Popen[bytes]) -> None:
+    """SIGTERM. Not Popen.terminate, which would wait for a zombie before its group is killed."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process.pid, signal.SIGTERM)
 
 
 def kill_group(process: subprocess.Popen[bytes]) -> None:

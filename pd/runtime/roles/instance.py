@@ -81,9 +81,10 @@ class Leader:
             if stopping is not None and (stop.num_seen > 1 or now > stopping + self._config.drain_s):
                 log.info("stopping with requests still running; the router starts them again elsewhere")
                 return 0
-        if self._exit.failed:
+        if self._exit.refused:
             raise ConfigError(self._exit.reason, hint="give both sides the same model, dtype and KV settings")
-        return 0
+        log.log(logging.ERROR if self._exit.failed else logging.INFO, "ending: %s", self._exit.reason)
+        return 1 if self._exit.failed else 0
 
     def close(self) -> None:
         for spoke in (self._router, *self._peers.values()):

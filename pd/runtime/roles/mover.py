@@ -45,6 +45,7 @@ class Mover:
     _lives: dict[str, _Life] = field(default_factory=dict)
     _owners: dict[str, _Life] = field(default_factory=dict)  # by the peer rank's transport name
     _shares: dict[int, _Share] = field(default_factory=dict)  # by the transport's job number
+    _severed: set[tuple[str, str]] = field(default_factory=set)  # lives surely cut off
     _numbers: Iterator[int] = field(default_factory=lambda: count(1))
 
     def attach(self, order: Attach) -> list[FromRank]:
@@ -67,11 +68,15 @@ class Mover:
         return []
 
     def sever(self, order: Sever) -> list[FromRank]:
+        """Cut a life off. Asked again, it is looked at again: what was unclean may have died since."""
         names = [name for name, life in self._owners.items() if (life.peer, life.epoch) == (order.peer, order.epoch)]
+        if not names:  # a life we were never told of: who knows what it may write?
+            return [Severed(order.peer, order.epoch, (order.peer, order.epoch) in self._severed)]
         unclean = [name for name in names if not self.transport.sever(name)]
         if not unclean:
             for name in names:
                 del self._owners[name]
+            self._severed.add((order.peer, order.epoch))
             if (life := self._lives.get(order.peer)) and life.epoch == order.epoch:
                 del self._lives[order.peer]
         return [Severed(order.peer, order.epoch, not unclean)]

@@ -15,6 +15,7 @@ import re
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from dataclasses import dataclass
 from rich.table import Table
 
 from pd.runtime.config import ConfigError
-from pd.runtime.roles.child import Child, ended, ending, kill_group, lines, start
+from pd.runtime.roles.child import Child, ask_to_end, ended, ending, kill_group, lines, start
 from pd.runtime.roles.screen import Screen
 
 _NUDGE_S, _KILL_S = 3.2, 4.2
@@ -35,6 +36,8 @@ _MAX_START_FAILURES = 3
 """Of one child, before all have been ready once."""
 _CONFIG_ERROR = 2
 """Exit status of a child that a person must mend; see pd/cli.py."""
+_MAX_BASE = 60
+"""Characters of the folder for temporary files. Leaders bind sockets below it, whose paths may have 107."""
 _POLL_S = 0.1
 _ANSWER_S = 2.0
 _STILL_S = 15.0
@@ -54,10 +57,11 @@ class ServeConfig:
 
 def run(config: ServeConfig) -> int:
     """Serve until told to stop. 0: told to; 1: a child would not live; 2: a child's settings are wrong."""
-    screen = Screen()
-    supervisor = Supervisor(config, screen)
-    with screen:
-        return asyncio.run(supervisor.run())
+    base = tempfile.gettempdir()
+    if len(base) > _MAX_BASE:
+        base = "/tmp"
+    with Screen() as screen, tempfile.TemporaryDirectory(prefix="pd-serve-", dir=base) as scratch:
+        return asyncio.run(Supervisor(config, screen, scratch=scratch).run())
 
 
 def claim_port(host: str, port: int) -> int:
@@ -77,8 +81,10 @@ def claim_port(host: str, port: int) -> int:
 
 
 class Supervisor:
-    def __init__(self, config: ServeConfig, screen: Screen) -> None:
+    def __init__(self, config: ServeConfig, screen: Screen, *, scratch: str) -> None:
+        """`scratch`: a folder for what a killed child leaves; the caller removes it."""
         self._config = config
+        self._scratch = scratch
         self._screen = screen
         self._living: dict[str, subprocess.Popen[bytes]] = {}
         self._stopping = asyncio.Event()
@@ -125,7 +131,7 @@ class Supervisor:
     async def _end_all(self, keepers: list[asyncio.Task[None]]) -> None:
         for wait_s in (_NUDGE_S, _KILL_S - _NUDGE_S):
             for process in self._living.values():
-                process.terminate()
+                ask_to_end(process)
             _, open_ones = await asyncio.wait(keepers, timeout=wait_s)
             if not open_ones:
                 return
@@ -163,7 +169,7 @@ class Supervisor:
 
     async def _live(self, child: Child) -> int:
         """One life of `child`: its exit status as Popen gives it, after its last line has been passed on."""
-        process = start(child)
+        process = start(child, scratch=self._scratch)
         self._living[child.name] = process
         output = asyncio.create_task(self._pass_on(child, process))
         try:
