@@ -7,6 +7,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from pd.doctor.machine import Machine
 from pd.doctor.result import Result, fail
@@ -26,7 +27,8 @@ class Check:
 
     @property
     def explanation(self) -> str:
-        return inspect.getdoc(self.run) or ""
+        function = self.run.func if isinstance(self.run, partial) else self.run
+        return inspect.getdoc(function) or ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,38 +50,47 @@ class Recorded:
 
     def __init__(self, recording: Recording) -> None:
         self._recording = recording
-        self._paths = {**recording.files, **recording.links, **dict.fromkeys(recording.access, "")}
+        self._folders: dict[str, set[str]] = {}
+        for path in (*recording.files, *recording.links, *recording.access):
+            parts = path.split("/")
+            for depth in range(1, len(parts)):
+                self._folders.setdefault("/".join(parts[:depth]), set()).add(parts[depth])
 
     @property
     def env(self) -> Mapping[str, str]:
         return self._recording.env
 
     def read(self, path: str) -> str | None:
-        for candidate in (path, self.resolve(path)):
+        for candidate in (path, self._followed(path)):
             if candidate in self._recording.files and self.access(candidate) is not Access.DENIED:
                 return self._recording.files[candidate].strip()
         return None
 
     def list(self, path: str) -> tuple[str, ...]:
-        roots = {path.rstrip("/") + "/", (self.resolve(path) or path).rstrip("/") + "/"}
-        names = {
-            known[len(root) :].partition("/")[0] for root in roots for known in self._paths if known.startswith(root)
-        }
+        names = self._folders.get(path.rstrip("/"), set()) | self._folders.get(self._followed(path).rstrip("/"), set())
         return tuple(sorted(names, key=natural))
 
     def access(self, path: str) -> Access:
         if path in self._recording.access:
             return self._recording.access[path]
-        return Access.READ if path in self._paths or self.list(path) else Access.ABSENT
+        return Access.READ if self._is_known(path) else Access.ABSENT
 
     def resolve(self, path: str) -> str | None:
+        followed = self._followed(path)
+        return followed if followed != path or self._is_known(path) else None
+
+    def _followed(self, path: str) -> str:
         """The longest linked prefix is followed, once."""
-        prefixes = [link for link in self._recording.links if path == link or path.startswith(link + "/")]
-        if prefixes:
-            link = max(prefixes, key=len)
-            return self._recording.links[link] + path[len(link) :]
-        known = path in self._paths or any(p.startswith(path.rstrip("/") + "/") for p in self._paths)
-        return path if known else None
+        parts = path.split("/")
+        for depth in range(len(parts), 1, -1):
+            target = self._recording.links.get("/".join(parts[:depth]))
+            if target is not None:
+                return "/".join([target, *parts[depth:]])
+        return path
+
+    def _is_known(self, path: str) -> bool:
+        folder, _, name = path.rpartition("/")
+        return name in self._folders.get(folder, ()) or path.rstrip("/") in self._folders
 
     def space(self, path: str) -> Space | None:
         return self._recording.space.get(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ MACHINES = sorted(Path(__file__).parent.glob("machines/*.json"))
 HEALTHY = ("cpu-only", "h100-cx7", "mi300x")
 
 
+@functools.cache
 def diagnose(path: Path) -> dict[str, Examined]:
     return {e.check.id: e for e in examine_all(CHECKS, Recorded(load(path)))}
 

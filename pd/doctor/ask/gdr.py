@@ -36,6 +36,8 @@ def answer() -> Gdr:
     first = next((nic for nic, way in registered.items() if way in WAYS), None)
     if first is None:
         return Gdr(registered=registered, wrote=None, error="no NIC registered the page")
+    if os.path.realpath(f"/sys/class/infiniband/{first}/device/driver").endswith("/efa"):
+        return Gdr(registered=registered, wrote=None, error="not on EFA: libfabric's fi_rma_bw -D cuda does")
     try:
         error = write_through(f"{first}:1", "hip" if torch.version.hip else "cuda")
     except ModuleNotFoundError as missing:

@@ -11,13 +11,14 @@ from pd.doctor.answers import Visit
 from pd.doctor.facts import gather
 from pd.doctor.local import ThisMachine
 from pd.doctor.measure.frames import PeerError
-from pd.doctor.peer.path import count_whole, interface_of, mtu_of, send_whole
+from pd.doctor.peer.path import LARGEST, count_whole, interface_of, mtu_of, send_whole
 from pd.doctor.peer.protocol import Call, Called, Count, Counted, Listen, Open, Opened, Probe, Stamp, Stamped
 from pd.doctor.peer.serve import HEAR_S, take_one, try_port
 from pd.doctor.peer.visit import Host
 
 STAMPS = 50
 """Round trips; the fastest says latency and skew with least doubt."""
+ETHERNET = 1500
 STEPS = (9000, 4200, 1500, 1450, 1400, 1280, 576)
 """MTUs in use: jumbo, RoCE's 4096 and headers, Ethernet, tunnels, IPv6's least, IPv4's least."""
 
@@ -40,7 +41,8 @@ def _look(host: Host) -> Visit:
     interface = interface_of(here)
     latency, skew = _clocks(host)
     mtu = mtu_of(here)
-    sizes = tuple(s for s in dict.fromkeys((mtu or 1500, *STEPS)) if s <= max(mtu or 1500, welcome.mtu or 1500))
+    ours, theirs = (min(m or ETHERNET, LARGEST) for m in (mtu, welcome.mtu))
+    sizes = tuple(s for s in dict.fromkeys((ours, theirs, *STEPS)) if s <= max(ours, theirs))
     return Visit(
         error="",
         interface=interface or "",
@@ -53,7 +55,7 @@ def _look(host: Host) -> Visit:
         mtu_here=mtu,
         mtu_there=welcome.mtu,
         whole_out=_whole_out(host, sizes),
-        whole_back=_whole_back(host, tuple(s for s in {*sizes, welcome.mtu or 1500} if s)),
+        whole_back=_whole_back(host, sizes),
     )
 
 

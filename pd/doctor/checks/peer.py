@@ -9,6 +9,7 @@ from pd.doctor.check import Check
 from pd.doctor.checks.transfer import busy, describe, rate
 from pd.doctor.facts import Matters, differences
 from pd.doctor.machine import Machine, Silence, Why
+from pd.doctor.peer.path import LARGEST
 from pd.doctor.readings import duration
 from pd.doctor.result import Result, Status, fail, passed, skip, warn
 
@@ -132,7 +133,7 @@ def mtu(machine: Machine, *, peer: str) -> Result:
             f"sudo ip link set <interface> mtu {least} on the larger side, or raise the other (and the switches)",
             f"largest uncut packet out {visit.whole_out}, back {visit.whole_back}",
         )
-    want = visit.mtu_here or 0
+    want = min(visit.mtu_here or 0, LARGEST)
     passes = min(visit.whole_out, visit.whole_back)
     if not visit.whole_out and not visit.whole_back:
         return skip("no datagram came through: UDP is blocked, so the path's MTU is unknown")

@@ -13,6 +13,8 @@ IPV6_MTU_DISCOVER, IPV6_PMTUDISC_PROBE = 23, 3
 """<linux/in.h>, <linux/in6.h>: set "don't fragment" and send whatever the interface takes."""
 HEADERS = {socket.AF_INET: 28, socket.AF_INET6: 48}
 """Bytes of IP and UDP headers."""
+LARGEST = 65535
+"""Bytes of an IP packet; the loopback interface's MTU is one more."""
 TRIES = 3
 """Of each size: a datagram may be lost for other reasons."""
 

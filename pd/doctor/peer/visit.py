@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ipaddress
+import re
 import socket
 from typing import TypeVar
 
@@ -10,17 +12,26 @@ from pd.doctor.measure.messages import FromTarget
 from pd.doctor.peer.protocol import PORT, VERSION, FromService, Hello, Lend, Lent, Message, Refused, Welcome
 
 CONNECT_S = 5.0
+_ADDRESS = re.compile(r"(?:\[(?P<v6>[^\]]+)\]|(?P<host>[^:\[\]\s]+))(?::(?P<port>\d{1,5}))?")
 M = TypeVar("M", bound=Message)
 
 
 def parse(address: str) -> tuple[str, int]:
     """ "host", "host:port", "[v6]:port" -> host and port. Raises ValueError saying what is wrong."""
-    host, colon, port = address.rpartition(":")
-    if not colon or address.endswith("]") or (address.count(":") > 1 and not address.startswith("[")):
-        host, port = address, str(PORT)
-    if not port.isdigit() or not 0 < int(port) < 65536 or not host.strip("[]"):
-        raise ValueError(f"--peer {address}: expected HOST or HOST:PORT")
-    return host.strip("[]"), int(port)
+    if _is_ipv6(address):
+        return address, PORT
+    found = _ADDRESS.fullmatch(address)
+    port = int(found["port"] or PORT) if found else 0
+    if found is None or not 0 < port < 65536 or (found["v6"] and not _is_ipv6(found["v6"])):
+        raise ValueError(f"--peer {address}: expected HOST or HOST:PORT ([…]:PORT for IPv6)")
+    return found["v6"] or found["host"], port
+
+
+def _is_ipv6(text: str) -> bool:
+    try:
+        return ipaddress.ip_address(text).version == 6
+    except ValueError:
+        return False
 
 
 class Host:
