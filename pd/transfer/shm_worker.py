@@ -25,7 +25,7 @@ import msgspec
 from pd.transfer.copying import Copier, batches, populate
 from pd.transfer.host import Life, has_ended, watch
 from pd.transfer.outbox import Outbox
-from pd.transfer.transport import Completion, JobDone, JobFailed, PeerLost, Span
+from pd.transfer.transport import Completion, JobDone, JobFailed, PeerLost, Span, TransferError
 
 DOOR_NBYTES = 4096
 CLOSED = 1
@@ -115,6 +115,9 @@ class ShmWorker:
         self._thread.start()
 
     def add(self, peer: Peer) -> None:
+        """Raises TransferError if the thread failed."""
+        if not self._thread.is_alive():
+            raise TransferError("the copying thread failed")
         self._arrivals.append(peer)
         self.ring()
 

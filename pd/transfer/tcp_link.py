@@ -107,8 +107,10 @@ class Link:
 
     def abort(self) -> None:
         """Throw away what is unsent and let the other end see a reset, not an orderly end."""
-        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        self.close()
+        try:
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        finally:
+            self.close()
 
     def close(self) -> None:
         self.sock.close()

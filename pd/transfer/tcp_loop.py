@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import selectors
@@ -48,13 +49,16 @@ class TcpLoop:
         self._thread.start()
 
     def do(self, order: Callable[[float], None]) -> None:
-        """From any thread: call `order(now)` on this one, soon."""
+        """From any thread: call `order(now)` on this one, soon. Raises TransferError if this one failed."""
+        if not self._thread.is_alive():
+            raise TransferError("the transfer thread failed")
         self._orders.append(order)
         os.eventfd_write(self._wake, 1)
 
     def stop(self) -> None:
         """From the transport's thread: end all connections, fail all jobs, and wait for the thread."""
-        self.do(self._end)
+        with contextlib.suppress(TransferError):  # it failed: all is ended already
+            self.do(self._end)
         self._thread.join()
         os.close(self._wake)
 
