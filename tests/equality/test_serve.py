@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -29,8 +31,14 @@ class Serve:
 
     def __init__(self, log: Path, *command: str) -> None:
         self._log = log
+        self.scratch = Path(tempfile.mkdtemp(prefix="t-"))  # short: sockets are bound below it
         with log.open("wb") as file:
-            self.process = subprocess.Popen([sys.executable, *command], stdout=file, stderr=subprocess.STDOUT)
+            self.process = subprocess.Popen(
+                [sys.executable, *command],
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=os.environ | {"TMPDIR": str(self.scratch)},
+            )
         self.relatives: dict[int, psutil.Process] = {}
 
     @property
@@ -46,7 +54,7 @@ class Serve:
             time.sleep(0.05)
 
     def wait_ready(self) -> str:
-        self.until(lambda: READY.search(self.output), "ready")
+        self.until(lambda: "\nstop   Ctrl-C" in self.output, "ready")  # the last line of what is shown then
         match = READY.search(self.output)
         assert match is not None
         return match[2]
@@ -71,6 +79,7 @@ class Serve:
             self.process.wait()
         for process in self.survivors():
             process.kill()
+        shutil.rmtree(self.scratch, ignore_errors=True)
 
 
 def is_alive(process: psutil.Process) -> bool:
@@ -118,7 +127,6 @@ def ask(address: str, model: str, *, max_tokens: int = 8) -> str:
 def test_serve_answers_survives_a_killed_instance_and_leaves_nothing(
     model: Path, start: Callable[..., Serve], tmp_path: Path
 ) -> None:
-    shared_before = set(os.listdir("/dev/shm"))
     serve = start("-m", "pd", "serve", str(model), "--port=0", "--prefill=tp=2", "--num-pages=64", "--threads=1")
     address = serve.wait_ready()
     assert re.search(r"^prefill-0 +\d+ +prefill +2\b", serve.output, re.MULTILINE), serve.output
@@ -139,7 +147,8 @@ def test_serve_answers_survives_a_killed_instance_and_leaves_nothing(
     assert serve.process.wait(timeout=20) == 0, serve.output
     assert time.monotonic() - began < 5.5, serve.output
     assert serve.survivors() == []
-    assert {name for name in os.listdir("/dev/shm") if "pd" in name} <= shared_before
+    assert list(serve.scratch.iterdir()) == []
+    assert [name for name in os.listdir("/dev/shm") if "pd" in name] == []
 
 
 def test_ctrl_c_while_weights_load_ends_all(model: Path, start: Callable[..., Serve]) -> None:
