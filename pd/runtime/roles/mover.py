@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from pd.runtime.wire.messages import Attach, FromRank, PeerUnreachable, Sever, Severed, WriteDone, WriteJob
-from pd.transfer.layout import KVLayout, Shard
+from pd.transfer.layout import KVLayout, Shard, check_can_meet, check_shards
 from pd.transfer.plan import Route, pair_up
 from pd.transfer.transport import JobDone, JobFailed, PeerLost, TransferError, Transport
 
@@ -53,6 +53,8 @@ class Mover:
         names = tuple(rank_name(order.peer, order.epoch, rank) for rank in range(len(order.shards)))
         mine = self.shards[self.rank]
         try:
+            check_can_meet(self.layout, order.layout, peer=order.peer)
+            check_shards(order.layout, order.shards, peer=order.peer)
             routes = tuple(
                 (names[pair.dst], Route(self.layout, mine, order.layout, order.shards[pair.dst], pair))
                 for pair in pair_up(self.shards, order.shards)
