@@ -26,7 +26,7 @@ from pd.runtime.config import ConfigError
 from pd.runtime.roles.child import Child, ask_to_end, ended, ending, kill_group, lines, start
 from pd.runtime.roles.screen import Screen
 
-_NUDGE_S, _KILL_S = 3.2, 4.2
+_NUDGE_S, _KILL_S = 3.1, 4.0
 """From the request to stop. A leader drains for 3 s; what is left of the 5 s is for reaping."""
 _FIRST_DELAY_S, _LAST_DELAY_S = 0.5, 30.0
 """Before a restart, doubling."""
