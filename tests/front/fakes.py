@@ -100,6 +100,10 @@ class FakeStream:
     async def next(self) -> Emit | End:
         return await self._events.get()
 
+    @property
+    def num_waiting(self) -> int:
+        return self._events.qsize()
+
 
 class FakeDoor:
     """Plays `script` for every submit; with None, a test puts events into `streams` itself."""
@@ -168,6 +172,7 @@ async def serving(door: FakeDoor, text: Text, settings: FrontSettings | None = N
         registry=registry,
     )
     listener = socket.create_server(("127.0.0.1", 0), backlog=512)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # asyncio sets it only where proto is not 0
     server = _Server(
         uvicorn.Config(app, http="httptools", ws="none", lifespan="off", access_log=False, log_config=None)
     )

@@ -61,9 +61,14 @@ class Answer:
         self._ids: list[int] = []
         self._probs: list[TokenProb] = []
         self._num_chars = 0
+        self._is_text_only = not (stop or logprobs or token_ids)
 
     def take(self, emit: Emit) -> Delta:
         """What these tokens add. With a stop string found, the tokens after it are dropped and not counted."""
+        if self._is_text_only and emit.finish is None:
+            self.num_tokens += len(emit.tokens)
+            feed = self._detokenizer.feed
+            return Delta("".join([feed(token.id) for token in emit.tokens]), (), None)
         text = ""
         ends_with_stop_token = emit.finish is Finish.STOP and not self._include_stop
         num_spoken = len(emit.tokens) - ends_with_stop_token

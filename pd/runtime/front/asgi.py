@@ -38,6 +38,7 @@ class Exchange:
         self._scope = scope
         self._receive = receive
         self._send = send
+        self._starting = asyncio.Lock()
 
     def header(self, name: bytes) -> bytes:
         """The last value, or empty. `name` in lower case."""
@@ -78,12 +79,18 @@ class Exchange:
         await self.write(body, more=False)
 
     async def start(self, status: int, headers: Headers) -> None:
-        self.status = status
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        self.status = status
 
-    async def write(self, body: bytes, *, more: bool = True) -> None:
+    async def start_once(self, status: int, headers: Headers) -> None:
+        """For several tasks that write to one answer: the first starts it, none writes before that is done."""
+        async with self._starting:
+            if self.status is None:
+                await self.start(status, headers)
+
+    def write(self, body: bytes, *, more: bool = True) -> Awaitable[None]:
         """Waits while the client is behind by more than the server's buffer (64 KiB); a client that left is ignored."""
-        await self._send({"type": "http.response.body", "body": body, "more_body": more})
+        return self._send({"type": "http.response.body", "body": body, "more_body": more})
 
     async def unless_gone(self, work: Coroutine[None, None, None]) -> None:
         """Do `work`, but cancel it as soon as the client leaves: then raises ClientGone. The body must be read."""

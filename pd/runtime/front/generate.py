@@ -138,7 +138,7 @@ async def _pump(exchange: Exchange, choice: Choice, shape: Shape, start: Headers
     while choice.is_open:
         delta = await choice.next()
         if exchange.status is None:
-            await exchange.start(200, start)
+            await exchange.start_once(200, start)
         event = shape.chunk(choice.index, delta) if delta else b""
         if opening or event:
             await exchange.write(opening + event)

@@ -1,7 +1,7 @@
 """Answers as OpenAI writes them, whole and as server-sent events. Pure.
 
-An ordinary streamed chunk is put together from bytes made once a choice, with only its text encoded: 0.4 µs against
-3 for a dict through the encoder.
+An ordinary streamed chunk is put together from bytes made once a choice, with only its text encoded: 0.4 µs, against
+5.5 in the same run for a dict through the encoder.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class CompletionShape:
         self._echoes = echoes
         self._include_usage = include_usage
         usage = b',"usage":null' if include_usage else b""
-        start = encode(self._head)[:-1] + b',"choices":[{"index":%d,"text":'
-        self._starts = [b"data: " + start.replace(b"%d", b"%d" % index) for index in range(len(echoes))]
+        start = encode(self._head)[:-1]
+        self._starts = [b'data: %b,"choices":[{"index":%d,"text":' % (start, index) for index in range(len(echoes))]
         self._end = b',"logprobs":null,"finish_reason":null}]' + usage + b"}\n\n"
 
     def opening(self, index: int) -> bytes:
