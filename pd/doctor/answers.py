@@ -129,8 +129,8 @@ class Visit(Answer, frozen=True):
 
     error: str  # "": the visit went through
     interface: str = ""  # ours, that leads there
-    here: dict[str, str] = {}
-    there: dict[str, str] = {}
+    here: dict[str, str] = msgspec.field(default_factory=dict)
+    there: dict[str, str] = msgspec.field(default_factory=dict)
     latency_s: float = 0.0  # a round trip
     skew_s: float = 0.0  # their clock minus ours
     out: str = ""  # connecting to a fresh port there; "" went

@@ -63,8 +63,8 @@ MATTERS = {
     "RDMA link layer": Matters.YES,
     "UCX_TLS": Matters.MAYBE,
 }
-"""All else may differ: shapes, kernels, cards, which port is which. nixl's metadata must be of one version; a library that
-one side lacks is that backend's own check."""
+"""All else may differ: shapes, kernels, cards, which port is which. nixl's metadata must be of one version; a
+library that one side lacks is that backend's own check."""
 
 
 def differences(here: dict[str, str], there: dict[str, str]) -> tuple[Difference, ...]:

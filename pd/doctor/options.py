@@ -26,9 +26,9 @@ class DoctorOptions:
     serve: Annotated[
         bool, typer.Option("--serve", help="Answer another host's doctor until Ctrl-C.", rich_help_panel=_HOSTS)
     ] = False
-    host: Annotated[
-        str, typer.Option(metavar="ADDRESS", help="Where --serve listens.", rich_help_panel=_HOSTS)
-    ] = "127.0.0.1"
+    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Where --serve listens.", rich_help_panel=_HOSTS)] = (
+        "127.0.0.1"
+    )
     port: Annotated[int, typer.Option(metavar="PORT", help="Of --serve.", rich_help_panel=_HOSTS)] = 8590
     peer: Annotated[
         str | None,
@@ -42,6 +42,6 @@ class DoctorOptions:
         str, typer.Option(metavar="prefill|decode|colocated", help="Of that launch.", rich_help_panel=_PLAN)
     ] = "colocated"
     tp: Annotated[int, typer.Option(metavar="N", help="Ranks of that launch.", rich_help_panel=_PLAN)] = 1
-    page_size: Annotated[
-        int, typer.Option(metavar="TOKENS", help="Of that launch's pages.", rich_help_panel=_PLAN)
-    ] = 16
+    page_size: Annotated[int, typer.Option(metavar="TOKENS", help="Of that launch's pages.", rich_help_panel=_PLAN)] = (
+        16
+    )

@@ -91,7 +91,8 @@ def netdev_mtu(machine: Machine, netdev: str) -> int | None:
 
 
 def devinfo(machine: Machine) -> dict[str, dict[str, str]]:
-    """`ibv_devinfo -v`, device -> its values (of its last port where ports repeat a name); empty without the command."""
+    """`ibv_devinfo -v`, device -> its values (of its last port where ports repeat a name); empty without the
+    command."""
     output = machine.run("ibv_devinfo", "-v")
     found: dict[str, dict[str, str]] = {}
     current: dict[str, str] = {}

@@ -1,4 +1,5 @@
-"""Reading what Linux keeps in text: sizes, lists, limits, cgroups, capabilities, kernel options. Pure but for the seam."""
+"""Reading what Linux keeps in text: sizes, lists, limits, cgroups, capabilities, kernel options. Pure but for
+the seam."""
 
 from __future__ import annotations
 
@@ -98,7 +99,10 @@ def in_user_namespace(machine: Machine) -> bool:
 
 def container(machine: Machine) -> str | None:
     """What this process is boxed in, by the marks that each leaves. None: nothing seen."""
-    if machine.access("/var/run/secrets/kubernetes.io") is not Access.ABSENT or "KUBERNETES_SERVICE_HOST" in machine.env:
+    if (
+        machine.access("/var/run/secrets/kubernetes.io") is not Access.ABSENT
+        or "KUBERNETES_SERVICE_HOST" in machine.env
+    ):
         return "kubernetes"
     if machine.access("/run/.containerenv") is not Access.ABSENT:
         return "podman"
@@ -134,7 +138,10 @@ def cgroup_memory_limit(machine: Machine) -> int | None:
     """The smallest limit from here to the root, of either cgroup version. None: none."""
     found = [
         int(text)
-        for path in (*_cgroup_files(machine, "", "memory.max"), *_cgroup_files(machine, "memory", "memory.limit_in_bytes"))
+        for path in (
+            *_cgroup_files(machine, "", "memory.max"),
+            *_cgroup_files(machine, "memory", "memory.limit_in_bytes"),
+        )
         if (text := machine.read(path)) and text.isdigit()
     ]
     limits = [n for n in found if n < 1 << 60]  # version 1 says "none" as a huge number

@@ -48,7 +48,8 @@ def judge_nics(machine: Machine, gpus: tuple[Pci, ...]) -> Result:
     if far:
         return warn(
             read,
-            f"{len(far)} of {count(len(gpus), 'GPU')} reach their NIC only through a CPU: GPUDirect is slow there, or off.",
+            f"{len(far)} of {count(len(gpus), 'GPU')} reach their NIC only through a CPU: GPUDirect is "
+            "slow there, or off.",
             "use slots under one PCI switch; in a virtual machine ask for the host's topology; else give each GPU its "
             "nearest:\n" + "\n".join(f"GPU {i}: UCX_NET_DEVICES={p.nic.name}:1" for i, p in enumerate(pairs)),
             *details,

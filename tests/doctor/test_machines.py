@@ -63,7 +63,5 @@ def test_every_machine_says_where_it_comes_from() -> None:
 
 def test_every_check_but_the_measured_ones_finds_fault_somewhere_or_passes() -> None:
     """A check that no recorded machine ever reaches is one that nobody has seen work."""
-    reached = {
-        i for path in MACHINES for i, e in diagnose(path).items() if e.result.status is not Status.SKIP
-    }
+    reached = {i for path in MACHINES for i, e in diagnose(path).items() if e.result.status is not Status.SKIP}
     assert {c.id for c in CHECKS} - reached == set()

@@ -58,7 +58,7 @@ def test_what_the_target_says_went_wrong_is_the_measurements_error() -> None:
 
 def test_bytes_that_arrive_wrong_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     right = zlib.crc32
-    monkeypatch.setattr(initiator.zlib, "crc32", lambda data: right(data) ^ 1)
+    monkeypatch.setattr("pd.doctor.measure.initiator.zlib.crc32", lambda data: right(data) ^ 1)
     with target("shm") as frames, pytest.raises(MeasureError, match="arrived wrong"):
         measure("shm", frames, host="127.0.0.1", sizes=SIZES)
 

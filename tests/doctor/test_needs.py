@@ -40,7 +40,9 @@ def directory(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
-def diagnose(model: str, *, tp: int = 1, role: str = "prefill", memory_gib: int = 16, speed: str = "") -> dict[str, Result]:
+def diagnose(
+    model: str, *, tp: int = 1, role: str = "prefill", memory_gib: int = 16, speed: str = ""
+) -> dict[str, Result]:
     answer = asked.answer(model, str(tp), "16", "cpu")
     files = {"/proc/meminfo": f"MemTotal: {memory_gib << 20} kB\nMemAvailable: {memory_gib << 20} kB"}
     if speed:
@@ -62,7 +64,7 @@ def test_heads_that_tp_does_not_divide_are_shared_out(directory: str) -> None:
     needs = asked.answer(directory, "2", "16", "cpu")
     assert [(r.query_heads, r.kv_heads) for r in needs.ranks] == [(5, 2), (4, 2)]
     read = diagnose(directory, tp=2)["model.split"].read
-    assert "9 query heads as 5+4, 3 KV heads as 2×2 (1 copy more than one each)" in read
+    assert "9 query heads as 5+4, 3 KV heads as 2+2 (1 copy more than one each)" in read
 
 
 def test_more_ranks_than_query_heads_fail_with_the_limit(directory: str) -> None:

@@ -92,7 +92,13 @@ def test_an_unknown_backend_is_not_lent(service: str) -> None:
 
 @pytest.mark.parametrize(
     "question",
-    [Lend("tcp", (256 << 20) + 1), Lend("x" * 65, 1), Probe(22, (1500,)), Probe(5000, (70000,)), Probe(5000, (1500,) * 17)],
+    [
+        Lend("tcp", (256 << 20) + 1),
+        Lend("x" * 65, 1),
+        Probe(22, (1500,)),
+        Probe(5000, (70000,)),
+        Probe(5000, (1500,) * 17),
+    ],
 )
 def test_questions_out_of_bounds_end_the_visit(service: str, question: msgspec.Struct) -> None:
     host = Host(service)
@@ -172,7 +178,9 @@ def visited(**values: object) -> Recorded:
     base = {"error": "", "here": facts, "there": facts, "latency_s": 1e-4, "mtu_here": 1500, "mtu_there": 1500}
     raw = msgspec.json.encode({**base, "whole_out": 1500, "whole_back": 1500, **values})
     slow = b'{"backend": "tcp", "timings": [{"nbytes": 65536, "seconds": 1e-3}], "error": ""}'
-    return Recorded(Recording(about="", sources=(), answers={"visit H": msgspec.Raw(raw), "loopback tcp H": msgspec.Raw(slow)}))
+    return Recorded(
+        Recording(about="", sources=(), answers={"visit H": msgspec.Raw(raw), "loopback tcp H": msgspec.Raw(slow)})
+    )
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,9 @@ def with_files(files: dict[str, str]) -> Recorded:
     return Recorded(Recording(about="", sources=(), files=files))
 
 
-@pytest.mark.parametrize(("nbytes", "text"), [(0, "0 B"), (1536, "1.5 KiB"), (256 << 20, "256 MiB"), (3 << 40, "3 TiB")])
+@pytest.mark.parametrize(
+    ("nbytes", "text"), [(0, "0 B"), (1536, "1.5 KiB"), (256 << 20, "256 MiB"), (3 << 40, "3 TiB")]
+)
 def test_sizes_are_written_for_people(nbytes: int, text: str) -> None:
     assert human(nbytes) == text
 
@@ -51,7 +53,9 @@ def test_a_cpu_list_is_a_set() -> None:
 
 def test_limits_may_be_unlimited() -> None:
     text = "Max open files            1024                 524288               files"
-    found = with_files({"/proc/self/limits": text + "\nMax locked memory         unlimited            65536                bytes"})
+    found = with_files(
+        {"/proc/self/limits": text + "\nMax locked memory         unlimited            65536                bytes"}
+    )
     assert limit(found, "Max open files") == Limit(1024, 524288)
     assert limit(found, "Max locked memory") == Limit(None, 65536)
 
@@ -88,7 +92,10 @@ def test_a_capability_counts_only_in_the_first_user_namespace(mapping: str, coun
 
 
 def test_a_kernel_option_is_on_off_or_unknown() -> None:
-    files = {"/proc/sys/kernel/osrelease": "6.8.0", "/boot/config-6.8.0": "CONFIG_A=y\n# CONFIG_B is not set\nCONFIG_C=m"}
+    files = {
+        "/proc/sys/kernel/osrelease": "6.8.0",
+        "/boot/config-6.8.0": "CONFIG_A=y\n# CONFIG_B is not set\nCONFIG_C=m",
+    }
     found = with_files(files)
     assert [kernel_option(found, n) for n in ("A", "B", "C")] == [True, False, True]
     assert kernel_option(machine(), "A") is None

@@ -27,7 +27,9 @@ def test_braces_stand_for_each(tmp_path: Path) -> None:
 
 
 def test_links_lead_on(tmp_path: Path) -> None:
-    found = machine(tmp_path, files={"/sys/devices/pci0/nic/vendor": "0x15b3"}, links={"/sys/class/nic": "/sys/devices/pci0/nic"})
+    found = machine(
+        tmp_path, files={"/sys/devices/pci0/nic/vendor": "0x15b3"}, links={"/sys/class/nic": "/sys/devices/pci0/nic"}
+    )
     assert found.read("/sys/class/nic/vendor") == "0x15b3"
     assert found.list("/sys/class/nic") == ("vendor",)
     assert found.resolve("/sys/class/nic") == "/sys/devices/pci0/nic"
@@ -49,7 +51,9 @@ def test_a_silence_is_recorded_too(tmp_path: Path) -> None:
 
 def test_a_machine_is_another_with_differences(tmp_path: Path) -> None:
     (tmp_path / "base.json").write_text(
-        json.dumps({"about": "", "sources": [], "files": {"/a/1": "one", "/a/2": "two", "/b": "b"}, "env": {"MC_X": "1"}})
+        json.dumps(
+            {"about": "", "sources": [], "files": {"/a/1": "one", "/a/2": "two", "/b": "b"}, "env": {"MC_X": "1"}}
+        )
     )
     found = machine(tmp_path, like="base.json", without=["/a/1", "MC_"], files={"/b": "other"})
     assert found.list("/a") == ("2",)

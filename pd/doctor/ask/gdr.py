@@ -98,7 +98,9 @@ def _export(address: int) -> int | None:
         offset = ctypes.c_uint64()
         hsa = ctypes.CDLL("libhsa-runtime64.so.1")
         size = ctypes.c_size_t(NBYTES)
-        code = hsa.hsa_amd_portable_export_dmabuf(ctypes.c_void_p(address), size, ctypes.byref(fd), ctypes.byref(offset))
+        code = hsa.hsa_amd_portable_export_dmabuf(
+            ctypes.c_void_p(address), size, ctypes.byref(fd), ctypes.byref(offset)
+        )
     else:
         cuda = ctypes.CDLL("libcuda.so.1")
         code = cuda.cuMemGetHandleForAddressRange(

@@ -17,4 +17,8 @@ def answer() -> Mooncake:
 def _version() -> str:
     wanted = "mooncake-transfer-engine"
     found = [d for d in metadata.distributions() if d.metadata["Name"].lower().startswith(wanted)]
-    return " ".join((found[0].metadata["Name"].removeprefix(wanted).lstrip("-"), found[0].version)).strip() if found else ""
+    return (
+        " ".join((found[0].metadata["Name"].removeprefix(wanted).lstrip("-"), found[0].version)).strip()
+        if found
+        else ""
+    )

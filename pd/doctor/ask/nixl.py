@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from importlib import metadata
 
-
-
 from pd.doctor.answers import Nixl
 from pd.doctor.measure.nixl_api import nixl_agent, nixl_agent_config
 
@@ -16,9 +14,7 @@ def answer() -> Nixl:
     bare = nixl_agent("pd-doctor", nixl_agent_config(enable_prog_thread=False, backends=[]))
     plugins = tuple(sorted(bare.get_plugin_list()))
     types, error = _start()
-    return Nixl(
-        version=metadata.version("nixl"), cuda=cuda, plugins=plugins, backend_error=error, memory_types=types
-    )
+    return Nixl(version=metadata.version("nixl"), cuda=cuda, plugins=plugins, backend_error=error, memory_types=types)
 
 
 def _start() -> tuple[tuple[str, ...], str]:

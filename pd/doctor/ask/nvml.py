@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 import pynvml
@@ -52,7 +53,7 @@ def _gpu(handle: object) -> NvmlGpu:
     remap = _ask(lambda: pynvml.nvmlDeviceGetRemappedRows(handle)) or (0, 0, 0, 0)
     reasons = _ask(lambda: pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)) or 0
     persistence = _ask(lambda: pynvml.nvmlDeviceGetPersistenceMode(handle))
-    links = [_ask(lambda n=n: pynvml.nvmlDeviceGetNvLinkState(handle, n)) for n in range(pynvml.NVML_NVLINK_MAX_LINKS)]
+    links = [_ask(partial(pynvml.nvmlDeviceGetNvLinkState, handle, n)) for n in range(pynvml.NVML_NVLINK_MAX_LINKS)]
     return NvmlGpu(
         name=pynvml.nvmlDeviceGetName(handle),
         bus=pynvml.nvmlDeviceGetPciInfo(handle).busId.lower()[-12:],

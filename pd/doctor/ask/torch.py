@@ -22,7 +22,9 @@ def answer() -> Torch:
         gpus=tuple(_gpu(i) for i in range(count)),
         arch_list=tuple(torch.cuda.get_arch_list()) if available else (),
         nccl=_nccl(),
-        peers=tuple(tuple(i == j or torch.cuda.can_device_access_peer(i, j) for j in range(count)) for i in range(count)),
+        peers=tuple(
+            tuple(i == j or torch.cuda.can_device_access_peer(i, j) for j in range(count)) for i in range(count)
+        ),
         wants_triton=_wants_triton(),
     )
 
@@ -31,7 +33,7 @@ def _start() -> tuple[bool, str]:
     if torch.version.cuda is None and torch.version.hip is None:
         return False, ""
     try:
-        torch.cuda.init()
+        torch.cuda.init()  # type: ignore[no-untyped-call]
     except (RuntimeError, AssertionError) as error:
         return False, str(error).splitlines()[0]
     return torch.cuda.is_available(), ""
@@ -47,7 +49,7 @@ def _gpu(index: int) -> Gpu:
 def _nccl() -> str | None:
     if not torch.distributed.is_available() or not torch.distributed.is_nccl_available():
         return None
-    return ".".join(map(str, torch.cuda.nccl.version()))
+    return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
 
 
 def _wants_triton() -> str | None:

@@ -17,8 +17,8 @@ NONE = "no AMD GPU here"
 def devices(machine: Machine) -> Result:
     """GPUs on the PCI bus, /dev/kfd and /dev/dri/renderD*, and whether this user may open them.
 
-    A user outside the groups `render` and `video`, or a container without these devices, sees "no ROCm-capable device is
-    detected" or "HIP error: invalid device".
+    A user outside the groups `render` and `video`, or a container without these devices, sees "no ROCm-capable
+    device is detected" or "HIP error: invalid device".
     """
     on_bus = gpus(machine, AMD)
     kfd = machine.access("/dev/kfd")
@@ -34,7 +34,9 @@ def devices(machine: Machine) -> Result:
                 "The host has GPUs, but this container was not given them.",
                 "docker: --device=/dev/kfd --device=/dev/dri --group-add video --group-add render",
             )
-        return fail(f"{read}; no {missing}", "The amdgpu driver is not loaded.", "sudo modprobe amdgpu; dmesg | grep amdgpu")
+        return fail(
+            f"{read}; no {missing}", "The amdgpu driver is not loaded.", "sudo modprobe amdgpu; dmesg | grep amdgpu"
+        )
     closed = [f for f in ("/dev/kfd", *nodes) if machine.access(f) is not Access.READ_WRITE]
     if closed:
         groups = fields(machine.read("/proc/self/status")).get("Groups", "")
@@ -176,8 +178,8 @@ def bar(machine: Machine) -> Result:
 def nics(machine: Machine) -> Result:
     """Which NIC each GPU should use.
 
-    Compares the PCI paths of GPUs and RDMA devices: PIX and PXB (only bridges between) are good, PHB, NODE and SYS pass a
-    CPU.
+    Compares the PCI paths of GPUs and RDMA devices: PIX and PXB (only bridges between) are good, PHB, NODE and
+    SYS pass a CPU.
     """
     found = gpus(machine, AMD)
     return judge_nics(machine, found) if found else skip(NONE)

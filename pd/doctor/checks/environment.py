@@ -15,11 +15,44 @@ from pd.doctor.readings import count
 from pd.doctor.result import Result, Status, fail, passed, skip, warn
 
 ACTIVE_MESSAGES = frozenset(
-    "all ib tcp rc rc_v rc_x rc_verbs rc_mlx5 dc dc_x dc_mlx5 ud ud_v ud_x ud_verbs ud_mlx5 srd".split()
+    [
+        "all",
+        "ib",
+        "tcp",
+        "rc",
+        "rc_v",
+        "rc_x",
+        "rc_verbs",
+        "rc_mlx5",
+        "dc",
+        "dc_x",
+        "dc_mlx5",
+        "ud",
+        "ud_v",
+        "ud_x",
+        "ud_verbs",
+        "ud_mlx5",
+        "srd",
+    ]
 )
-"""UCX transports that carry active messages and notice a dead peer; with `sm`, `self`, `cma` alone nixl's agent fails."""
+"""UCX transports that carry active messages and notice a dead peer; with `sm`, `self`, `cma` alone nixl's agent
+fails."""
 PROXIES = ("http_proxy", "https_proxy", "all_proxy")
-MATTER = ("UCX_", "NCCL_", "RCCL_", "MC_", "MOONCAKE_", "NIXL_", "CUDA_", "HIP_", "ROCR_", "HSA_", "GLOO_", "OMP_", "WITH_NV")
+MATTER = (
+    "UCX_",
+    "NCCL_",
+    "RCCL_",
+    "MC_",
+    "MOONCAKE_",
+    "NIXL_",
+    "CUDA_",
+    "HIP_",
+    "ROCR_",
+    "HSA_",
+    "GLOO_",
+    "OMP_",
+    "WITH_NV",
+)
 
 
 class Fault(NamedTuple):
@@ -32,9 +65,9 @@ class Fault(NamedTuple):
 def variables(machine: Machine) -> Result:
     """Variables of UCX, NCCL, Mooncake, CUDA and HIP that contradict each other or name what is not there.
 
-    UCX_TLS without a transport for active messages ("Destination is unreachable"), or without cuda_copy on a GPU machine
-    ("invalid permissions for mapped object"); devices that do not exist; GID indices that differ; switches that turn the
-    fast path off.
+    UCX_TLS without a transport for active messages ("Destination is unreachable"), or without cuda_copy on a GPU
+    machine ("invalid permissions for mapped object"); devices that do not exist; GID indices that differ;
+    switches that turn the fast path off.
     """
     matter = sorted(k for k in machine.env if k.startswith(MATTER))
     faults = [fault for rule in _RULES for fault in rule(machine)]
@@ -62,7 +95,7 @@ def _transports(machine: Machine) -> list[Fault]:
     for vendor, kind in ((NVIDIA, "cuda"), (AMD, "rocm")):
         known = any(n == "all" or n.startswith(kind) for n in names)
         if gpus(machine, vendor) and not known:
-            means = f"UCX takes GPU memory for host memory: a crash ('invalid permissions for mapped object') without {kind}."
+            means = f"Without {kind} UCX takes GPU memory for host memory: 'invalid permissions for mapped object'."
             found.append(Fault(Status.FAIL, f"UCX_TLS={value} lacks {kind}", means, f"export UCX_TLS={value},{kind}"))
     return found
 
@@ -79,7 +112,11 @@ def _devices(machine: Machine) -> list[Fault]:
         absent = [d for d in named if d not in known and (exact or not any(k.startswith(d) for k in known))]
         if absent:
             means = f"{', '.join(absent)} is not on this machine."
-            found.append(Fault(Status.FAIL, f"{name}={value}", means, f"unset {name}, or name one of /sys/class/net or infiniband"))
+            found.append(
+                Fault(
+                    Status.FAIL, f"{name}={value}", means, f"unset {name}, or name one of /sys/class/net or infiniband"
+                )
+            )
     return found
 
 
@@ -139,8 +176,8 @@ def proxies(machine: Machine) -> Result:
 def hostname(machine: Machine) -> Result:
     """What this host's name resolves to.
 
-    Asks the resolver. A name that resolves to 127.0.0.1 (Debian's /etc/hosts) or to docker0 is what libraries advertise to
-    other hosts, which then connect to themselves. It does not matter on one host.
+    Asks the resolver. A name that resolves to 127.0.0.1 (Debian's /etc/hosts) or to docker0 is what libraries
+    advertise to other hosts, which then connect to themselves. It does not matter on one host.
     """
     answer = machine.ask(Hosts)
     if isinstance(answer, Silence):

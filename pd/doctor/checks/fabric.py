@@ -72,8 +72,8 @@ def resources(machine: Machine) -> Result:
 def max_mr(machine: Machine) -> Result:
     """The largest region an adapter registers.
 
-    Reads max_mr_size of `ibv_devinfo -v`. A pool above it fails with "Failed to register memory …: Input/output error [5]"
-    and "Out of mr size" in dmesg.
+    Reads max_mr_size of `ibv_devinfo -v`. A pool above it fails with "Failed to register memory …: Input/output
+    error [5]" and "Out of mr size" in dmesg.
     """
     if not has_rdma(machine):
         return skip(NONE)
@@ -96,8 +96,8 @@ def max_mr(machine: Machine) -> Result:
 def pcie(machine: Machine) -> Result:
     """Whether adapters and GPUs run at the PCI Express speed and width they could.
 
-    Reads current_link_speed, current_link_width and their maxima. A card in a narrow slot, or a link trained down, halves
-    bandwidth silently. GPUs lower their speed when idle, so only their width counts.
+    Reads current_link_speed, current_link_width and their maxima. A card in a narrow slot, or a link trained
+    down, halves bandwidth silently. GPUs lower their speed when idle, so only their width counts.
     """
     nics = [d.pci for d in rdma_devices(machine) if d.pci]
     cards = [*gpus(machine, NVIDIA), *gpus(machine, AMD)]
@@ -117,14 +117,15 @@ def pcie(machine: Machine) -> Result:
 
 
 def _link(device: Pci) -> str:
-    return f"{device.speed.removesuffix(' PCIe')} x{device.width} of {device.speed_max.removesuffix(' PCIe')} x{device.width_max}"
+    now, most = (speed.removesuffix(" PCIe") for speed in (device.speed, device.speed_max))
+    return f"{now} x{device.width} of {most} x{device.width_max}"
 
 
 def acs(machine: Machine) -> Result:
     """PCI Access Control Services on bridges.
 
-    Reads ACSCtl of `lspci -vvv`, which only root sees in full. On bare metal `SrcValid+` on a bridge sends traffic between
-    GPU and NIC up to the CPU and back: slow, or broken. A virtual machine needs it on.
+    Reads ACSCtl of `lspci -vvv`, which only root sees in full. On bare metal `SrcValid+` on a bridge sends
+    traffic between GPU and NIC up to the CPU and back: slow, or broken. A virtual machine needs it on.
     """
     if not has_rdma(machine) and not gpus(machine, NVIDIA) and not gpus(machine, AMD):
         return skip("no GPU and no RDMA device here")
@@ -174,8 +175,8 @@ def iommu(machine: Machine) -> Result:
 def ordering(machine: Machine) -> Result:
     """Relaxed ordering of adapters' PCI writes.
 
-    Reads DevCtl of `lspci -vvv` (root). Without it 200 and 400 Gbit/s adapters fall far below their rate on CPUs with many
-    dies; UCX asks for it where allowed (UCX_IB_PCI_RELAXED_ORDERING=try).
+    Reads DevCtl of `lspci -vvv` (root). Without it 200 and 400 Gbit/s adapters fall far below their rate on CPUs
+    with many dies; UCX asks for it where allowed (UCX_IB_PCI_RELAXED_ORDERING=try).
     """
     found = [d for d in rdma_devices(machine) if d.pci and not d.is_efa]
     if not found:
@@ -201,9 +202,9 @@ def ordering(machine: Machine) -> Result:
 def efa(machine: Machine) -> Result:
     """Amazon's adapter: which library can use it.
 
-    Reads drivers of RDMA devices, `fi_info -p efa`, the kernel's version, nixl's plugins. UCX has no GPUDirect on EFA with
-    kernel 6.8 and newer, so nixl needs its LIBFABRIC plugin; "fi_read still retrying EAGAIN on rail 0" is what two
-    processes of one node see.
+    Reads drivers of RDMA devices, `fi_info -p efa`, the kernel's version, nixl's plugins. UCX has no GPUDirect
+    on EFA with kernel 6.8 and newer, so nixl needs its LIBFABRIC plugin; "fi_read still retrying EAGAIN on rail
+    0" is what two processes of one node see.
     """
     found = [d for d in rdma_devices(machine) if d.is_efa]
     if not found:

@@ -19,10 +19,11 @@ OLD, NEW, AMAZON = "nv_peer_mem", "nvidia_peermem", "efa_nv_peermem"
 def nvidia(machine: Machine) -> Result:
     """The way from NIC to NVIDIA memory: the peer-memory module, or dma-buf.
 
-    Reads /sys/module/nvidia_peermem (nv_peer_mem is its predecessor; never both; efa_nv_peermem on EFA), or for dma-buf:
-    "Open Kernel Module" in /proc/driver/nvidia/version, kernel 5.12 or newer, CONFIG_PCI_P2PDMA,
-    CONFIG_DMABUF_MOVE_NOTIFY. Missing, it shows as Mooncake's "Failed to register memory <address>: Bad address [14]", as
-    UCX's "ibv_reg_dmabuf_mr(…) failed: Invalid argument", or as nothing but slowness: bytes go through the host.
+    Reads /sys/module/nvidia_peermem (nv_peer_mem is its predecessor; never both; efa_nv_peermem on EFA), or for
+    dma-buf: "Open Kernel Module" in /proc/driver/nvidia/version, kernel 5.12 or newer, CONFIG_PCI_P2PDMA,
+    CONFIG_DMABUF_MOVE_NOTIFY. Missing, it shows as Mooncake's "Failed to register memory <address>: Bad address
+    [14]", as UCX's "ibv_reg_dmabuf_mr(…) failed: Invalid argument", or as nothing but slowness: bytes go through
+    the host.
     """
     if not gpus(machine, NVIDIA) or not has_rdma(machine):
         return skip("no NVIDIA GPU with an RDMA device here")
@@ -48,7 +49,8 @@ def nvidia(machine: Machine) -> Result:
         return _dmabuf(machine)
     return fail(
         f"no nvidia_peermem, and dma-buf lacks {'; '.join(lacks)}",
-        "NICs cannot register GPU memory: 'Failed to register memory …: Bad address [14]', or silent copies through the host.",
+        "NICs cannot register GPU memory: 'Failed to register memory …: Bad address [14]', or silent "
+        "copies through the host.",
         "sudo modprobe nvidia_peermem (built only if the RDMA drivers were installed before the NVIDIA driver: else "
         "reinstall that)\nor: the open kernel modules (apt install nvidia-open) on kernel 5.12 or newer with "
         "CONFIG_PCI_P2PDMA=y\nin a container: on the host",
@@ -123,7 +125,8 @@ def amd(machine: Machine) -> Result:
         return fail(
             f"no peer-memory module, and the kernel lacks {', '.join(lacks)}",
             "NICs cannot register GPU memory: 'Failed to register memory', or copies through the host.",
-            "boot a kernel with these options =y (Ubuntu's HWE kernels have them), or install amdgpu-dkms with peer memory",
+            "boot a kernel with these options =y (Ubuntu's HWE kernels have them), or install "
+            "amdgpu-dkms with peer memory",
         )
     if machine.env.get("MOONCAKE_DISABLE_HIP_DMABUF") not in (None, "", "0"):
         return fail(
@@ -163,7 +166,8 @@ def gdrcopy(machine: Machine) -> Result:
 def ucx(machine: Machine) -> Result:
     """Whether UCX lists GPU memory among what each adapter registers.
 
-    Reads `ucx_info -d`. Where the adapter's memory types lack cuda (rocm), UCX copies through the host and says nothing.
+    Reads `ucx_info -d`. Where the adapter's memory types lack cuda (rocm), UCX copies through the host and says
+    nothing.
     """
     kind = "cuda" if gpus(machine, NVIDIA) else "rocm" if gpus(machine, AMD) else ""
     if not kind or not has_rdma(machine):
@@ -193,8 +197,8 @@ def ucx(machine: Machine) -> Result:
 def proof(machine: Machine) -> Result:
     """The proof: GPU memory registered with each NIC, then written through one and compared.
 
-    Allocates a page on the first GPU, asks libibverbs to register it (ibv_reg_mr, then ibv_reg_dmabuf_mr), and lets nixl
-    write it to another page through a NIC. Frees all of it.
+    Allocates a page on the first GPU, asks libibverbs to register it (ibv_reg_mr, then ibv_reg_dmabuf_mr), and
+    lets nixl write it to another page through a NIC. Frees all of it.
     """
     kind = "NVIDIA" if gpus(machine, NVIDIA) else "AMD" if gpus(machine, AMD) else ""
     if not kind or not has_rdma(machine):
@@ -204,13 +208,18 @@ def proof(machine: Machine) -> Result:
         return skip("torch sees no GPU")
     answer = machine.ask(Gdr)
     if isinstance(answer, Silence):
-        return fail(f"{answer.why.value}: {answer.reason}", "Registering GPU memory ended the process.", f"see gpudirect.{kind.lower()}")
+        return fail(
+            f"{answer.why.value}: {answer.reason}",
+            "Registering GPU memory ended the process.",
+            f"see gpudirect.{kind.lower()}",
+        )
     failed = {nic: said for nic, said in answer.registered.items() if said not in ("peermem", "dma-buf")}
     details = tuple(f"{nic}: {said}" for nic, said in answer.registered.items())
     if failed or not answer.registered:
         nic, said = next(iter(failed.items()), ("none", answer.error))
         return fail(
-            f"{len(answer.registered) - len(failed)} of {count(len(answer.registered), 'NIC')} registered a page; {nic}: {said}",
+            f"{len(answer.registered) - len(failed)} of {count(len(answer.registered), 'NIC')} "
+            f"registered a page; {nic}: {said}",
             "The NIC cannot reach GPU memory.",
             f"see gpudirect.{kind.lower()}; machine.memlock; rdma.iommu",
             *details,
@@ -218,8 +227,15 @@ def proof(machine: Machine) -> Result:
     ways = " and ".join(sorted(set(answer.registered.values())))
     read = f"{count(len(answer.registered), 'NIC')} registered a page by {ways}"
     if answer.wrote is False:
-        return fail(f"{read}; the write through it: {answer.error}", "Registered, but bytes do not arrive.", "see rdma.acs and rdma.iommu", *details)
-    return passed(read + (", a write through one arrived" if answer.wrote else f"; no write tried ({answer.error})"), *details)
+        return fail(
+            f"{read}; the write through it: {answer.error}",
+            "Registered, but bytes do not arrive.",
+            "see rdma.acs and rdma.iommu",
+            *details,
+        )
+    return passed(
+        read + (", a write through one arrived" if answer.wrote else f"; no write tried ({answer.error})"), *details
+    )
 
 
 CHECKS = (

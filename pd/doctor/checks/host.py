@@ -1,4 +1,5 @@
-"""The machine under everything: processors, what of them this process may use, the kernel, the clock, the box around."""
+"""The machine under everything: processors, what of them this process may use, the kernel, the clock, the box
+around."""
 
 from __future__ import annotations
 
@@ -91,8 +92,9 @@ def numa(machine: Machine) -> Result:
 def box(machine: Machine) -> Result:
     """The container around this process and what it takes away.
 
-    Reads marks of docker, podman and kubernetes, CapEff and Seccomp of /proc/self/status, /proc/self/uid_map. Each thing
-    that a container commonly hides (devices, locked memory, shared memory) has its own check; this one names the box.
+    Reads marks of docker, podman and kubernetes, CapEff and Seccomp of /proc/self/status, /proc/self/uid_map.
+    Each thing that a container commonly hides (devices, locked memory, shared memory) has its own check; this
+    one names the box.
     """
     status = fields(machine.read("/proc/self/status"))
     held = [c.name for c in Capability if has_capability(machine, c)]
@@ -104,7 +106,8 @@ def box(machine: Machine) -> Result:
     if in_user_namespace(machine):
         return warn(
             f"{kind or 'a user namespace'}, user ids are mapped",
-            "CAP_IPC_LOCK does not count here, so locked memory is bound by the memlock limit whatever the capabilities say.",
+            "CAP_IPC_LOCK does not count here, so locked memory is bound by the memlock limit "
+            "whatever the capabilities say.",
             "docker: run without userns-remap; podman: run as root; or raise the memlock limit of the host's user",
             *details,
         )
@@ -132,8 +135,8 @@ def kernel(machine: Machine) -> Result:
 def clock(machine: Machine) -> Result:
     """Whether the clock is disciplined.
 
-    Asks adjtimex(2), which needs no right to read. pd never compares clocks of two hosts, so nothing breaks; but logs and
-    traces of two hosts cannot be laid side by side.
+    Asks adjtimex(2), which needs no right to read. pd never compares clocks of two hosts, so nothing breaks; but
+    logs and traces of two hosts cannot be laid side by side.
     """
     answer = machine.ask(Clock)
     if isinstance(answer, Silence):

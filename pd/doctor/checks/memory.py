@@ -34,8 +34,8 @@ FILES = 4096
 def memory(machine: Machine) -> Result:
     """Memory free for weights and KV, the cgroup's limit counted.
 
-    Reads /proc/meminfo and memory.max (or memory.limit_in_bytes). A cgroup limit does not show in `free`; crossing it ends
-    the process with SIGKILL and no message.
+    Reads /proc/meminfo and memory.max (or memory.limit_in_bytes). A cgroup limit does not show in `free`;
+    crossing it ends the process with SIGKILL and no message.
     """
     info = meminfo(machine)
     if "MemAvailable" not in info:
@@ -64,9 +64,10 @@ def memory(machine: Machine) -> Result:
 def pages(machine: Machine) -> Result:
     """Huge pages: transparent ones for pools, reserved ones for those who ask.
 
-    Reads /sys/kernel/mm/transparent_hugepage/enabled and HugePages_* of /proc/meminfo. Copies between processes pin page
-    by page: with 4 KiB pages UCX's path on one host reaches 0.35 of memcpy, with huge ones 0.84. In containers UCX may
-    fail on reserved ones with "ibv_reg_mr failed: Bad address" (then put `huge` last in UCX_*_ALLOC).
+    Reads /sys/kernel/mm/transparent_hugepage/enabled and HugePages_* of /proc/meminfo. Copies between processes
+    pin page by page: with 4 KiB pages UCX's path on one host reaches 0.35 of memcpy, with huge ones 0.84. In
+    containers UCX may fail on reserved ones with "ibv_reg_mr failed: Bad address" (then put `huge` last in
+    UCX_*_ALLOC).
     """
     text = machine.read("/sys/kernel/mm/transparent_hugepage/enabled")
     if text is None:
@@ -86,7 +87,8 @@ def pages(machine: Machine) -> Result:
 def shm(machine: Machine) -> Result:
     """The size of /dev/shm, where the shm backend keeps KV pools and NCCL its buffers.
 
-    Asks statvfs. Docker gives 64 MiB unless told; a pool that outgrows it dies of SIGBUS when the page is first touched.
+    Asks statvfs. Docker gives 64 MiB unless told; a pool that outgrows it dies of SIGBUS when the page is first
+    touched.
     """
     space = machine.space("/dev/shm")
     if space is None:
@@ -126,7 +128,7 @@ def memlock(machine: Machine) -> Result:
     fix = (
         "docker: --ulimit memlock=-1 --cap-add IPC_LOCK\nkubernetes: securityContext.capabilities.add: [IPC_LOCK]"
         if container(machine)
-        else "add '* soft memlock unlimited' and '* hard memlock unlimited' to /etc/security/limits.conf and log in again"
+        else "/etc/security/limits.conf: '* soft memlock unlimited' and '* hard memlock unlimited'; log in again"
         "\na systemd service: LimitMEMLOCK=infinity"
     )
     return fail(
@@ -202,8 +204,8 @@ def cma(machine: Machine) -> Result:
 def ports(machine: Machine) -> Result:
     """Ports for outgoing connections, and how many wait to be free again.
 
-    Reads net.ipv4.ip_local_port_range and tw of /proc/net/sockstat. Running out shows as "connect: Cannot assign requested
-    address"; with Mooncake's TCP transport MC_TCP_ENABLE_CONNECTION_POOL=1 keeps connections.
+    Reads net.ipv4.ip_local_port_range and tw of /proc/net/sockstat. Running out shows as "connect: Cannot assign
+    requested address"; with Mooncake's TCP transport MC_TCP_ENABLE_CONNECTION_POOL=1 keeps connections.
     """
     text = machine.read("/proc/sys/net/ipv4/ip_local_port_range")
     if text is None:

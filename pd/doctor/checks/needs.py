@@ -17,7 +17,8 @@ GPU_FRACTION, CPU_POOL = 0.9, 2 * GIB
 """Of free memory, and bytes: what a rank's pool takes unless told (KVConfig.kv_memory)."""
 PROMPTS = (2048, 8192, 32768)
 SMALL_PIECE = 64 * KIB
-"""Pieces below it cost a backend a third of its rate or more (16 KiB: two thirds); measured, nixl and Mooncake on one host."""
+"""Pieces below it cost a backend a third of its rate or more (16 KiB: two thirds); measured, nixl and Mooncake
+on one host."""
 UNKNOWN_LINK = 10.0
 """Gbit/s to reckon with where no interface says its rate."""
 
@@ -33,8 +34,8 @@ class Launch:
 def split(machine: Machine, *, launch: Launch) -> Result:
     """Whether the model is one that pd runs, and how its heads fall on the ranks.
 
-    Reads config.json. TP need not divide the heads: a KV head is held by each rank that has a query head of its group, so
-    KV memory is repeated where TP exceeds the KV heads.
+    Reads config.json. TP need not divide the heads: a KV head is held by each rank that has a query head of its
+    group, so KV memory is repeated where TP exceeds the KV heads.
     """
     needs = _ask(machine, launch)
     if isinstance(needs, Result):
@@ -42,13 +43,15 @@ def split(machine: Machine, *, launch: Launch) -> Result:
     heads = [r.query_heads for r in needs.ranks]
     kv = [r.kv_heads for r in needs.ranks]
     shape = f"{needs.architecture}, {needs.num_layers} layers, {needs.dtype}"
-    read = f"{shape}; {needs.num_query_heads} query heads as {_spread(heads)}, {needs.num_kv_heads} KV heads as {_spread(kv)}"
+    read = f"{shape}; {needs.num_query_heads} query heads as {_spread(heads)}"
+    read += f", {needs.num_kv_heads} KV heads as {_spread(kv)}"
     if max(heads) > 1.5 * sum(heads) / len(heads):
         busiest = max(heads) / (sum(heads) / len(heads))
         return warn(
             read,
             f"The busiest rank has {busiest:.1f} times the average work; the others wait for it.",
-            f"--tp {max(t for t in range(1, launch.tp + 1) if needs.num_query_heads % t == 0)} divides the heads evenly",
+            f"--tp {max(t for t in range(1, launch.tp + 1) if needs.num_query_heads % t == 0)} divides "
+            "the heads evenly",
         )
     repeated = sum(kv) - needs.num_kv_heads
     return passed(read + (f" ({count(repeated, 'copy')} more than one each)" if repeated else ""))
@@ -76,8 +79,8 @@ def weights(machine: Machine, *, launch: Launch) -> Result:
 def pages(machine: Machine, *, launch: Launch) -> Result:
     """Pages and tokens of a rank's pool, by the default of --kv-memory.
 
-    On a GPU 0.9 of what weights leave, on CPU 2 GiB (or half of what is free, if less). All ranks take the number that the
-    smallest can hold.
+    On a GPU 0.9 of what weights leave, on CPU 2 GiB (or half of what is free, if less). All ranks take the
+    number that the smallest can hold.
     """
     needs = _ask(machine, launch)
     if isinstance(needs, Result):
@@ -92,7 +95,8 @@ def pages(machine: Machine, *, launch: Launch) -> Result:
         return warn(
             read,
             f"The model takes {needs.max_positions} tokens; a request above {tokens} is refused.",
-            f"--kv-memory {human(page * -(-needs.max_positions // launch.page_size)).replace(' ', '')} holds one of full length; "
+            f"--kv-memory {human(page * -(-needs.max_positions // launch.page_size)).replace(' ', '')} "
+            "holds one of full length; "
             f"or --max-model-len {tokens}",
         )
     return passed(f"{read}, {tokens // needs.max_positions} requests of full length")
@@ -101,8 +105,8 @@ def pages(machine: Machine, *, launch: Launch) -> Result:
 def handoff(machine: Machine, *, launch: Launch) -> Result:
     """What a handoff of 2k, 8k and 32k tokens weighs, how long the link takes, and how many a second fill it.
 
-    KV bytes of the whole model over the link's rate (the fastest RDMA port, else the fastest interface). Also the size of
-    one contiguous piece: small ones cost a backend much of its rate.
+    KV bytes of the whole model over the link's rate (the fastest RDMA port, else the fastest interface). Also
+    the size of one contiguous piece: small ones cost a backend much of its rate.
     """
     needs = _ask(machine, launch)
     if isinstance(needs, Result):
@@ -118,7 +122,8 @@ def handoff(machine: Machine, *, launch: Launch) -> Result:
         larger = launch.page_size * -(-SMALL_PIECE // piece)
         return warn(
             read,
-            f"Between unequal TP a piece is {human(piece)}; below {human(SMALL_PIECE)} a backend loses a third of its rate or more.",
+            f"Between unequal TP a piece is {human(piece)}; below {human(SMALL_PIECE)} a backend loses "
+            "a third of its rate or more.",
             f"--page-size {larger}, or equal TP on both sides (then a page is one piece)",
             *details,
         )
@@ -128,7 +133,9 @@ def handoff(machine: Machine, *, launch: Launch) -> Result:
 def _handoff_row(needs: Needs, tokens: int, gbits: float) -> str:
     nbytes = needs.token_nbytes * tokens
     seconds = nbytes / (gbits / 8 * 1e9)
-    return f"{tokens // 1024}k tokens: {human(nbytes)}, {seconds * 1e3:.3g} ms, {1 / seconds:.3g} a second fill the link"
+    return (
+        f"{tokens // 1024}k tokens: {human(nbytes)}, {seconds * 1e3:.3g} ms, {1 / seconds:.3g} a second fill the link"
+    )
 
 
 def _ask(machine: Machine, launch: Launch) -> Needs | Result:
@@ -179,9 +186,7 @@ def _link(machine: Machine) -> tuple[float, str]:
 
 
 def _spread(numbers: list[int]) -> str:
-    """[5, 4] -> "5+4"; eight equal ones -> "8×4"."""
-    if len(numbers) > 1 and len(set(numbers)) == 1:
-        return f"{len(numbers)}×{numbers[0]}"
+    """[5, 4] -> "5+4"."""
     return "+".join(map(str, numbers))
 
 

@@ -24,7 +24,9 @@ def interfaces(machine: Machine) -> Result:
     up = [n for n, state in states.items() if state in ("up", "unknown")]
     if not up:
         return skip("only loopback is up: one host it is")
-    details = tuple(f"{n}: {states[n]}, MTU {machine.read(f'/sys/class/net/{n}/mtu')}, {_speed(machine, n)}" for n in names)
+    details = tuple(
+        f"{n}: {states[n]}, MTU {machine.read(f'/sys/class/net/{n}/mtu')}, {_speed(machine, n)}" for n in names
+    )
     fast = [n for n in up if _mbits(machine, n) >= 10_000]
     unknown = [n for n in up if _mbits(machine, n) <= 0]
     read = ", ".join(f"{n} ({_speed(machine, n)})" for n in up[:3]) + (" …" if len(up) > 3 else "")
@@ -61,7 +63,8 @@ def ports(machine: Machine) -> Result:
     if busy:
         return warn(
             f"in use: {', '.join(busy)}",
-            "A router with default ports does not start ('address already in use'), unless this is yours already running.",
+            "A router with default ports does not start ('address already in use'), unless this is "
+            "yours already running.",
             "ss -ltnp names who listens; or pd launch --role router --port <another>",
         )
     return passed(f"{' and '.join(map(str, PORTS))} are free, {count(len(taken), 'port')} listening")

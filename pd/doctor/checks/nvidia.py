@@ -15,8 +15,9 @@ NONE = "no NVIDIA GPU here"
 def devices(machine: Machine) -> Result:
     """GPUs on the PCI bus, and the device files through which this process reaches them.
 
-    Reads /sys/bus/pci/devices, /dev/nvidia*, /proc/driver/nvidia/version. A container started without GPUs still sees the
-    bus: torch then says "Found no NVIDIA driver on your system" or "no CUDA-capable device is detected".
+    Reads /sys/bus/pci/devices, /dev/nvidia*, /proc/driver/nvidia/version. A container started without GPUs still
+    sees the bus: torch then says "Found no NVIDIA driver on your system" or "no CUDA-capable device is
+    detected".
     """
     on_bus = gpus(machine, NVIDIA)
     files = [f for f in machine.list("/dev") if f.startswith("nvidia") and f[6:].isdigit()]
@@ -52,7 +53,8 @@ def devices(machine: Machine) -> Result:
 def driver(machine: Machine) -> Result:
     """The driver, and whether its kernel and user halves are of one version.
 
-    Reads /proc/driver/nvidia/version and asks NVML. "Driver/library version mismatch" follows an upgrade without a reboot.
+    Reads /proc/driver/nvidia/version and asks NVML. "Driver/library version mismatch" follows an upgrade without
+    a reboot.
     """
     text = machine.read("/proc/driver/nvidia/version")
     answer = machine.ask(Nvml)
@@ -67,7 +69,9 @@ def driver(machine: Machine) -> Result:
         mismatch = "mismatch" in answer.reason.lower()
         return fail(
             f"NVML: {answer.reason}",
-            "The kernel's half of the driver is older than the libraries." if mismatch else "The driver does not answer.",
+            "The kernel's half of the driver is older than the libraries."
+            if mismatch
+            else "The driver does not answer.",
             "reboot (or unload and load the nvidia modules)" if mismatch else "nvidia-smi, then dmesg | grep -i nvrm",
         )
     return passed(f"{answer.driver}, {kind}, runs CUDA up to {answer.cuda}")
@@ -83,8 +87,8 @@ _NO_DRIVER = (
 def torch_build(machine: Machine) -> Result:
     """Whether this torch was built for CUDA, and for a CUDA that the driver runs.
 
-    Asks torch and NVML. Too old a driver shows as "The NVIDIA driver on your system is too old"; a GPU newer than the build
-    as "no kernel image is available for execution on the device".
+    Asks torch and NVML. Too old a driver shows as "The NVIDIA driver on your system is too old"; a GPU newer
+    than the build as "no kernel image is available for execution on the device".
     """
     if not gpus(machine, NVIDIA) and not machine.list("/proc/driver/nvidia/gpus"):
         return skip(NONE)

@@ -37,7 +37,8 @@ def memory(machine: Machine) -> Result:
 def ecc(machine: Machine) -> Result:
     """Memory errors that the GPU could not correct, and rows waiting to be replaced.
 
-    Asks NVML for uncorrected errors and row remapping. They show as Xid 48, 63, 64, 94, 95 in dmesg, or as wrong answers.
+    Asks NVML for uncorrected errors and row remapping. They show as Xid 48, 63, 64, 94, 95 in dmesg, or as wrong
+    answers.
     """
 
     def broken(gpu: NvmlGpu) -> str:
@@ -60,7 +61,8 @@ def ecc(machine: Machine) -> Result:
 def persistence(machine: Machine) -> Result:
     """Persistence mode.
 
-    Asks NVML. Without it the driver unloads when the last process ends: the next start costs seconds, settings are lost.
+    Asks NVML. Without it the driver unloads when the last process ends: the next start costs seconds, settings
+    are lost.
     """
     return _judge(
         machine,
@@ -116,8 +118,8 @@ def bar1(machine: Machine) -> Result:
 def nvlink(machine: Machine) -> Result:
     """NVLink between GPUs.
 
-    Asks NVML for each link's state. Without NVLink UCX says "cuda-ipc get zcopy disabled as no nvlinks detected", and TP
-    and KV go over PCI Express.
+    Asks NVML for each link's state. Without NVLink UCX says "cuda-ipc get zcopy disabled as no nvlinks
+    detected", and TP and KV go over PCI Express.
     """
     return _judge(
         machine,
@@ -142,10 +144,7 @@ def p2p(machine: Machine) -> Result:
     if len(answer.gpus) < 2:
         return skip("only one GPU")
     refused = {
-        (i, j): word
-        for i, row in enumerate(answer.p2p)
-        for j, word in enumerate(row)
-        if word not in ("ok", "self")
+        (i, j): word for i, row in enumerate(answer.p2p) for j, word in enumerate(row) if word not in ("ok", "self")
     }
     if refused:
         (i, j), word = next(iter(refused.items()))
@@ -187,8 +186,8 @@ def fabric(machine: Machine) -> Result:
 def nics(machine: Machine) -> Result:
     """Which NIC each GPU should use.
 
-    Compares the PCI paths of GPUs and RDMA devices: PIX and PXB (only bridges between) are good, PHB, NODE and SYS pass a
-    CPU. Same words as `nvidia-smi topo -m`.
+    Compares the PCI paths of GPUs and RDMA devices: PIX and PXB (only bridges between) are good, PHB, NODE and
+    SYS pass a CPU. Same words as `nvidia-smi topo -m`.
     """
     found = gpus(machine, NVIDIA)
     return judge_nics(machine, found) if found else skip(NONE)
@@ -222,7 +221,9 @@ def _nvml(machine: Machine) -> Nvml | Result:
     answer = machine.ask(Nvml)
     if isinstance(answer, Silence):
         missing = answer.why is Why.MISSING
-        return skip("NVML not asked: pip install nvidia-ml-py" if missing else "NVML does not answer: see nvidia.driver")
+        return skip(
+            "NVML not asked: pip install nvidia-ml-py" if missing else "NVML does not answer: see nvidia.driver"
+        )
     return answer if answer.gpus else skip("NVML lists no GPU")
 
 

@@ -19,7 +19,8 @@ LATENCY_S = 0.005
 RDMA_SHARE, TCP_SHARE = 0.5, 0.25
 """Of the link's rate that a backend should reach at 256 MiB. RDMA reaches 0.8 to 0.95; TCP hangs on the CPU."""
 TCP_RATE = 1e9
-"""Bytes a second that a TCP path reaches on any faster link; below this "something is wrong" (Dynamo's guide: 1 to 2 GB/s)."""
+"""Bytes a second that a TCP path reaches on any faster link; below this "something is wrong" (Dynamo's guide: 1
+to 2 GB/s)."""
 BACKENDS = ("tcp", "nixl", "mooncake")
 
 
@@ -42,7 +43,8 @@ def reach(machine: Machine, *, peer: str) -> Result:
 def versions(machine: Machine, *, peer: str) -> Result:
     """Versions and settings of both hosts, side by side.
 
-    pd's wire version and nixl's must be equal, RDMA link layers too; torch and Mooncake should; kernels and cards may differ.
+    pd's wire version and nixl's must be equal, RDMA link layers too; torch and Mooncake should; kernels and
+    cards may differ.
     """
     visit = _visit(machine, peer)
     if isinstance(visit, Result):
@@ -73,12 +75,17 @@ def ports(machine: Machine, *, peer: str) -> Result:
     visit = _visit(machine, peer)
     if isinstance(visit, Result):
         return visit
-    blocked = [f"{way}: {said}" for way, said in (("from here to there", visit.out), ("from there to here", visit.back)) if said]
+    blocked = [
+        f"{way}: {said}"
+        for way, said in (("from here to there", visit.out), ("from there to here", visit.back))
+        if said
+    ]
     if blocked:
         return fail(
             "; ".join(blocked),
             "Prefill must reach decode and decode prefill, on ports that are chosen when they start.",
-            "let the two hosts reach each other on ports 1024 to 65535 (sudo ufw allow from <other host>; cloud: a rule "
+            "let the two hosts reach each other on ports 1024 to 65535 (sudo ufw allow from <other "
+            "host>; cloud: a rule "
             "within the security group)",
         )
     return passed("fresh ports are reached both ways")
@@ -112,7 +119,9 @@ def latency(machine: Machine, *, peer: str) -> Result:
         return visit
     read = f"{duration(visit.latency_s)} a round trip"
     if visit.latency_s > LATENCY_S:
-        return warn(read, "Each handoff waits about three of these.", "place prefill and decode in one site, on one switch")
+        return warn(
+            read, "Each handoff waits about three of these.", "place prefill and decode in one site, on one switch"
+        )
     return passed(read)
 
 
@@ -129,7 +138,8 @@ def mtu(machine: Machine, *, peer: str) -> Result:
         least = min(visit.mtu_here, visit.mtu_there)
         return fail(
             f"{visit.mtu_here} here, {visit.mtu_there} there",
-            f"Packets above {least} bytes from the one are dropped before the other: RoCE fails to connect, UDP vanishes.",
+            f"Packets above {least} bytes from the one are dropped before the other: RoCE fails to "
+            "connect, UDP vanishes.",
             f"sudo ip link set <interface> mtu {least} on the larger side, or raise the other (and the switches)",
             f"largest uncut packet out {visit.whole_out}, back {visit.whole_back}",
         )
@@ -139,7 +149,8 @@ def mtu(machine: Machine, *, peer: str) -> Result:
         return skip("no datagram came through: UDP is blocked, so the path's MTU is unknown")
     if passes < want:
         return fail(
-            f"both interfaces say {want}, but the path passes {passes} (out {visit.whole_out}, back {visit.whole_back})",
+            f"both interfaces say {want}, but the path passes {passes} (out {visit.whole_out}, back "
+            f"{visit.whole_back})",
             "Larger packets vanish on the way: connections open, then hang when much is sent.",
             f"raise the MTU of what is between, or set both ends to {passes or 1280}: sudo ip link set <interface> mtu "
             f"{passes or 1280}; or allow ICMP 'fragmentation needed'",
@@ -148,9 +159,11 @@ def mtu(machine: Machine, *, peer: str) -> Result:
 
 
 def backend(machine: Machine, *, peer: str, name: str) -> Result:
-    """A backend measured from this host into the other: seconds and GB/s for 64 KiB, 1 MiB and 256 MiB, against the link.
+    """A backend measured from this host into the other: seconds and GB/s for 64 KiB, 1 MiB and 256 MiB, against
+    the link.
 
-    Every byte is compared by checksum. The link's rate is what the interface (for nixl: the fastest RDMA port) says.
+    Every byte is compared by checksum. The link's rate is what the interface (for nixl: the fastest RDMA port)
+    says.
     """
     visit = _visit(machine, peer)
     if isinstance(visit, Result):
@@ -162,7 +175,11 @@ def backend(machine: Machine, *, peer: str, name: str) -> Result:
         return fail(f"{answer.why.value}: {answer.reason}", f"{name} does not work between the two.", _FIX)
     if answer.error:
         absent = "ModuleNotFoundError" in answer.error and name != "tcp"
-        return skip("not installed there") if absent else fail(answer.error, f"{name} does not work between the two.", _FIX)
+        return (
+            skip("not installed there")
+            if absent
+            else fail(answer.error, f"{name} does not work between the two.", _FIX)
+        )
     link, floor = _expected(machine, visit, name)
     reached = rate(answer.timings[-1])
     share = f", {reached / link:.0%} of the link's {link / 1e9:.3g} GB/s" if link else ""

@@ -68,8 +68,8 @@ def devices(machine: Machine) -> Result:
 def verbs(machine: Machine) -> Result:
     """Whether libibverbs loads and opens each device.
 
-    Asks libibverbs itself. Without it nixl and Mooncake do not import: "libibverbs.so.1: cannot open shared object file".
-    A device without a provider library (libmlx5, libefa …) is in sysfs but does not open.
+    Asks libibverbs itself. Without it nixl and Mooncake do not import: "libibverbs.so.1: cannot open shared
+    object file". A device without a provider library (libmlx5, libefa …) is in sysfs but does not open.
     """
     names = machine.list("/sys/class/infiniband")
     answer = machine.ask(Verbs)
@@ -115,7 +115,7 @@ def links(machine: Machine) -> Result:
         return fail(
             f"none of {count(len(ports), 'port')} is active",
             "The link is up but no subnet manager has configured it." if waiting else "No cable, or the link is off.",
-            "start a subnet manager (opensm) on the fabric" if waiting else "sudo ip link set <netdev> up; check cables",
+            "start a subnet manager (opensm)" if waiting else "sudo ip link set <netdev> up; check cables",
             *details,
         )
     layers = sorted({p.layer for _, p in up})
@@ -125,7 +125,8 @@ def links(machine: Machine) -> Result:
         first = up[0][0].name
         return warn(
             f"{read}",
-            "InfiniBand and Ethernet ports are mixed; a library that picks one of each on the two hosts cannot connect.",
+            "InfiniBand and Ethernet ports are mixed; a library that picks one of each on the two "
+            "hosts cannot connect.",
             f"name those to use: UCX_NET_DEVICES={first}:1, MC_IB_DEVICES / NCCL_IB_HCA={first}",
             *details,
         )
@@ -167,10 +168,10 @@ def firmware(machine: Machine) -> Result:
 def gid(machine: Machine) -> Result:
     """The RoCE v2 entry of each port's address table, against what the environment tells libraries to use.
 
-    Reads ports/*/gids, gid_attrs/types, gid_attrs/ndevs and MC_GID_INDEX, UCX_IB_GID_INDEX, NCCL_IB_GID_INDEX. The right
-    entry is RoCE v2 with a routable address, best an IPv4-mapped one. A wrong one shows as "GID is NULL, please check
-    your GID index by specifying MC_GID_INDEX" or "Failed to modify QP to RTR, check mtu, gid, peer lid, peer qp num:
-    Connection timed out [110]".
+    Reads ports/*/gids, gid_attrs/types, gid_attrs/ndevs and MC_GID_INDEX, UCX_IB_GID_INDEX, NCCL_IB_GID_INDEX.
+    The right entry is RoCE v2 with a routable address, best an IPv4-mapped one. A wrong one shows as "GID is
+    NULL, please check your GID index by specifying MC_GID_INDEX" or "Failed to modify QP to RTR, check mtu, gid,
+    peer lid, peer qp num: Connection timed out [110]".
     """
     found = [d for d in rdma_devices(machine) if any(p.layer == "Ethernet" for p in d.ports)]
     if not found:
@@ -217,9 +218,9 @@ def _wrong_indices(machine: Machine, found: list[RdmaDevice]) -> list[str]:
 def mtu(machine: Machine) -> Result:
     """Ethernet MTU under RoCE.
 
-    Reads /sys/class/net/*/mtu of the adapters' interfaces. RoCE's own MTU is the largest of 1024, 2048, 4096 that fits;
-    it must be equal along the way and on both ends, else "Failed to modify QP to RTR, check mtu, gid, …" or a hang once a
-    packet is large.
+    Reads /sys/class/net/*/mtu of the adapters' interfaces. RoCE's own MTU is the largest of 1024, 2048, 4096
+    that fits; it must be equal along the way and on both ends, else "Failed to modify QP to RTR, check mtu, gid,
+    …" or a hang once a packet is large.
     """
     found = [d for d in rdma_devices(machine) if any(p.layer == "Ethernet" and p.is_up for p in d.ports)]
     sizes = {n: m for d in found for n in d.netdevs if (m := netdev_mtu(machine, n)) is not None}
@@ -232,12 +233,15 @@ def mtu(machine: Machine) -> Result:
     if len(set(sizes.values())) > 1:
         return fail(
             read,
-            f"{', '.join(small) or 'some'} differ from the others: a pair with unequal MTUs fails to connect, or hangs.",
+            f"{', '.join(small) or 'some'} differ from the others: a pair with unequal MTUs fails to "
+            "connect, or hangs.",
             fix if small else "set the same MTU on all: sudo ip link set <netdev> mtu 9000",
             *details,
         )
     if small:
-        return warn(read, "RoCE then sends packets of at most 1024 or 2048 bytes, and loses a tenth or more.", fix, *details)
+        return warn(
+            read, "RoCE then sends packets of at most 1024 or 2048 bytes, and loses a tenth or more.", fix, *details
+        )
     return passed(read, *details)
 
 

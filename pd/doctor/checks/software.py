@@ -39,8 +39,8 @@ def torch(machine: Machine) -> Result:
 def triton(machine: Machine) -> Result:
     """triton of the very version that torch was built with.
 
-    Compares the installed version with torch's own requirement; another one compiles wrong or not at all. Only GPU kernels
-    need it.
+    Compares the installed version with torch's own requirement; another one compiles wrong or not at all. Only
+    GPU kernels need it.
     """
     packages, answer = machine.ask(Packages), machine.ask(Torch)
     if isinstance(packages, Silence):
@@ -73,15 +73,17 @@ def transformers(machine: Machine) -> Result:
     if version is None:
         return fail("not installed", "Models cannot be loaded.", "make install")
     if tuple(map(int, re.findall(r"\d+", version)[:3])) < TRANSFORMERS:
-        return fail(version, "Versions below 5.12.1 break beside a kernels/ folder.", "pip install 'transformers>=5.12.1'")
+        return fail(
+            version, "Versions below 5.12.1 break beside a kernels/ folder.", "pip install 'transformers>=5.12.1'"
+        )
     return passed(version)
 
 
 def nixl(machine: Machine) -> Result:
     """nixl imports, its UCX comes up, and its wheel is of torch's CUDA.
 
-    Asks nixl in a process of its own. A wheel of another CUDA says "libcudart.so.<major>: cannot open shared object file";
-    vLLM only says "NIXL is not available".
+    Asks nixl in a process of its own. A wheel of another CUDA says "libcudart.so.<major>: cannot open shared
+    object file"; vLLM only says "NIXL is not available".
     """
     answer = machine.ask(Nixl)
     if isinstance(answer, Silence):
@@ -90,7 +92,8 @@ def nixl(machine: Machine) -> Result:
         return fail(
             f"{answer.why.value}: {answer.reason}",
             "It is installed but does not import.",
-            "libcudart missing: install the wheel of your CUDA (nixl-cu12 or nixl-cu13); libibverbs missing: see rdma.verbs",
+            "libcudart missing: install the wheel of your CUDA (nixl-cu12 or nixl-cu13); libibverbs "
+            "missing: see rdma.verbs",
         )
     torch_answer = machine.ask(Torch)
     cuda = torch_answer.cuda if isinstance(torch_answer, Torch) else None
@@ -114,8 +117,8 @@ def nixl(machine: Machine) -> Result:
 def mooncake(machine: Machine) -> Result:
     """Mooncake's transfer engine imports and makes an engine.
 
-    Asks it in a process of its own. Its ordinary wheel needs libcudart; mooncake-transfer-engine-non-cuda does not; both
-    need libibverbs.so.1.
+    Asks it in a process of its own. Its ordinary wheel needs libcudart; mooncake-transfer-engine-non-cuda does
+    not; both need libibverbs.so.1.
     """
     answer = machine.ask(Mooncake)
     if isinstance(answer, Silence):
@@ -128,15 +131,17 @@ def mooncake(machine: Machine) -> Result:
             "without CUDA: pip install mooncake-transfer-engine-non-cuda",
         )
     if answer.error:
-        return fail(f"{answer.version}: {answer.error}", "It makes no engine.", "see rdma.devices; MC_LOG_LEVEL=INFO says more")
+        return fail(
+            f"{answer.version}: {answer.error}", "It makes no engine.", "see rdma.devices; MC_LOG_LEVEL=INFO says more"
+        )
     return passed(answer.version)
 
 
 def ucx(machine: Machine) -> Result:
     """UCX builds on this machine: one is well, two fight.
 
-    Looks for libucp.so.0 in LD_LIBRARY_PATH and the usual folders, and for Debian's verbs providers, under which every UCX
-    process ended by SIGSEGV (seen with nixl 1.5.1 on Debian 12; UCX_MODULES=cma cured it).
+    Looks for libucp.so.0 in LD_LIBRARY_PATH and the usual folders, and for Debian's verbs providers, under which
+    every UCX process ended by SIGSEGV (seen with nixl 1.5.1 on Debian 12; UCX_MODULES=cma cured it).
     """
     packages = machine.ask(Packages)
     bundled = isinstance(packages, Packages) and any(n.startswith("nixl-cu") for n in packages.versions)
@@ -151,7 +156,8 @@ def ucx(machine: Machine) -> Result:
     if first and (system or bundled):
         return warn(
             f"{count(len(builds), 'build')}: {', '.join(builds)}",
-            "LD_LIBRARY_PATH mixes one build's core with another's transport modules: 'Destination is unreachable', crashes.",
+            "LD_LIBRARY_PATH mixes one build's core with another's transport modules: 'Destination is "
+            "unreachable', crashes.",
             f"take {', '.join(first)} out of LD_LIBRARY_PATH, or use the nixl that was built against it",
         )
     if bundled and not has_rdma(machine) and machine.list("/etc/libibverbs.d"):

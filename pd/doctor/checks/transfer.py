@@ -13,7 +13,8 @@ from pd.doctor.result import Result, fail, passed, skip, warn
 
 OURS = ("shm", "tcp")
 SLOW = {"shm": 1e9, "tcp": 2e8, "nixl": 5e8, "mooncake": 1e8}
-"""Bytes a second of the largest size, below which something is wrong: a tenth of what two busy virtual cores reached."""
+"""Bytes a second of the largest size, below which something is wrong: a tenth of what two busy virtual cores
+reached."""
 FIXES = {
     "shm": "machine.shm; machine.memory; pd launch --transfer tcp goes without shared memory",
     "tcp": "machine.ports; machine.nofile; network.interfaces",
@@ -25,9 +26,9 @@ FIXES = {
 def loopback(machine: Machine, *, backend: str) -> Result:
     """A backend between two processes of this host: seconds and GB/s for 64 KiB, 1 MiB and 256 MiB.
 
-    Runs it in processes of their own, with a deadline: a crash or a hang is one failed check. Writes noise into the other
-    process and compares checksums. shm and tcp go through pd's own door (as `--transfer` does), nixl through UCX with host
-    memory, Mooncake through TCP. GB are 10^9 bytes.
+    Runs it in processes of their own, with a deadline: a crash or a hang is one failed check. Writes noise into
+    the other process and compares checksums. shm and tcp go through pd's own door (as `--transfer` does), nixl
+    through UCX with host memory, Mooncake through TCP. GB are 10^9 bytes.
     """
     answer = machine.ask(Loopback, backend)
     if isinstance(answer, Silence):
@@ -72,5 +73,10 @@ def _see(backend: str) -> str:
 
 CHECKS = tuple(
     Check(f"transfer.{backend}", name, partial(loopback, backend=backend))
-    for backend, name in (("shm", "Shared memory"), ("tcp", "TCP"), ("nixl", "nixl (UCX)"), ("mooncake", "Mooncake (TCP)"))
+    for backend, name in (
+        ("shm", "Shared memory"),
+        ("tcp", "TCP"),
+        ("nixl", "nixl (UCX)"),
+        ("mooncake", "Mooncake (TCP)"),
+    )
 )

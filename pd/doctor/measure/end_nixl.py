@@ -7,7 +7,6 @@ import time
 
 import msgspec
 
-
 from pd.doctor.measure.ends import WRITE_S, MeasureError
 from pd.doctor.measure.memory import Memory
 from pd.doctor.measure.nixl_api import nixl_agent, nixl_agent_config

@@ -19,7 +19,8 @@ from pd.doctor.measure.messages import Address, Checksum, Clear, Done, FromTarge
 
 SIZES = (64 << 10, 1 << 20, 256 << 20)
 TRIES = {64 << 10: 20, 1 << 20: 10}
-"""The best of so many: small writes are latency, which interruptions blur. Larger ones twice: the first touches pages."""
+"""The best of so many: small writes are latency, which interruptions blur. Larger ones twice: the first touches
+pages."""
 PATIENCE_S = 6.0
 SEED = 20260
 

@@ -10,7 +10,8 @@ import torch
 NBYTES = 2 << 20
 DEADLINE_S = 10.0
 TRANSPORTS = {"cuda": "rc,cuda_copy", "hip": "rc,rocm_copy", "cpu": "tcp"}
-"""Leaves UCX no way but the NIC: no shared memory, no NVLink, no copy within the process. `cpu` is for trying it out."""
+"""Leaves UCX no way but the NIC: no shared memory, no NVLink, no copy within the process. `cpu` is for trying it
+out."""
 
 
 def write_through(nic: str, kind: str) -> str:

@@ -47,7 +47,8 @@ def interface_of(address: str) -> str | None:
 
 
 def send_whole(family: int, host: str, port: int, sizes: Iterable[int]) -> None:
-    """Send datagrams of `sizes` bytes, headers included, that no router may cut. One too large for the interface is left."""
+    """Send datagrams of `sizes` bytes, headers included, that no router may cut. One too large for the interface
+    is left."""
     with socket.socket(family, socket.SOCK_DGRAM) as sock:
         if family == socket.AF_INET:
             sock.setsockopt(socket.IPPROTO_IP, IP_MTU_DISCOVER, IP_PMTUDISC_PROBE)
