@@ -102,7 +102,7 @@ def pcie(machine: Machine) -> Result:
     nics = [d.pci for d in rdma_devices(machine) if d.pci]
     cards = [*gpus(machine, NVIDIA), *gpus(machine, AMD)]
     if not nics and not cards:
-        return skip("no GPU and no RDMA device here")
+        return skip(NONE)
     slow = [d for d in nics if d.is_degraded] + [c for c in cards if (c.width or 0) < (c.width_max or 0)]
     details = tuple(f"{d.address}: {_link(d)}" for d in (*nics, *cards))
     if slow:
@@ -128,7 +128,7 @@ def acs(machine: Machine) -> Result:
     traffic between GPU and NIC up to the CPU and back: slow, or broken. A virtual machine needs it on.
     """
     if not has_rdma(machine) and not gpus(machine, NVIDIA) and not gpus(machine, AMD):
-        return skip("no GPU and no RDMA device here")
+        return skip(NONE)
     if "hypervisor" in fields(machine.read("/proc/cpuinfo")).get("flags", "").split():
         return skip("a virtual machine: the host's bridges are not seen from here")
     blocks = lspci(machine)
@@ -157,7 +157,7 @@ def iommu(machine: Machine) -> Result:
     """
     cards = [*gpus(machine, NVIDIA), *gpus(machine, AMD), *(d.pci for d in rdma_devices(machine) if d.pci)]
     if not cards:
-        return skip("no GPU and no RDMA device here")
+        return skip(NONE)
     kinds = {c.address: machine.read(f"/sys/bus/pci/devices/{c.address}/iommu_group/type") for c in cards}
     translated = [a for a, kind in kinds.items() if kind and kind != "identity"]
     set_by = [w for w in (machine.read("/proc/cmdline") or "").split() if "iommu" in w]
@@ -208,7 +208,7 @@ def efa(machine: Machine) -> Result:
     """
     found = [d for d in rdma_devices(machine) if d.is_efa]
     if not found:
-        return skip("no EFA device here")
+        return skip("no EFA device here" if has_rdma(machine) else NONE)
     output = machine.run("fi_info", "-p", "efa")
     read = count(len(found), "EFA device")
     if output is None or output.code or "provider: efa" not in output.text:

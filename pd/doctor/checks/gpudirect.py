@@ -13,6 +13,7 @@ from pd.doctor.rdma import has_rdma, rdma_devices
 from pd.doctor.readings import count, kernel_option, kernel_version
 from pd.doctor.result import Result, fail, passed, skip, warn
 
+NONE = "no GPU with an RDMA device here"
 OLD, NEW, AMAZON = "nv_peer_mem", "nvidia_peermem", "efa_nv_peermem"
 
 
@@ -26,7 +27,7 @@ def nvidia(machine: Machine) -> Result:
     the host.
     """
     if not gpus(machine, NVIDIA) or not has_rdma(machine):
-        return skip("no NVIDIA GPU with an RDMA device here")
+        return skip(NONE if not has_rdma(machine) else "no NVIDIA GPU with an RDMA device here")
     names = _card_names(machine)
     consumer = [n for n in names if "GeForce" in n or "TITAN" in n]
     if consumer:
@@ -113,7 +114,7 @@ def amd(machine: Machine) -> Result:
     register memory". UCX built without rocm_ipc emulates over TCP at 0.25 GB/s.
     """
     if not gpus(machine, AMD) or not has_rdma(machine):
-        return skip("no AMD GPU with an RDMA device here")
+        return skip(NONE if not has_rdma(machine) else "no AMD GPU with an RDMA device here")
     peer = machine.read("/sys/kernel/mm/memory_peers/amdkfd/version")
     if peer:
         return passed(f"amdkfd peer memory {peer}")
@@ -149,7 +150,7 @@ def gdrcopy(machine: Machine) -> Result:
     Reads /sys/module/gdrdrv and /dev/gdrdrv. libfabric's EFA provider needs it for GPU memory; UCX works without.
     """
     if not gpus(machine, NVIDIA):
-        return skip("no NVIDIA GPU here")
+        return skip("no NVIDIA GPU here" if gpus(machine, AMD) else NONE)
     loaded = bool(machine.list("/sys/module/gdrdrv"))
     access = machine.access("/dev/gdrdrv")
     if access is Access.READ_WRITE:
@@ -171,7 +172,7 @@ def ucx(machine: Machine) -> Result:
     """
     kind = "cuda" if gpus(machine, NVIDIA) else "rocm" if gpus(machine, AMD) else ""
     if not kind or not has_rdma(machine):
-        return skip("no GPU with an RDMA device here")
+        return skip(NONE)
     output = machine.run("ucx_info", "-d")
     if output is None or output.code:
         return skip("no `ucx_info` command (nixl's own UCX has none)")
@@ -202,7 +203,7 @@ def proof(machine: Machine) -> Result:
     """
     kind = "NVIDIA" if gpus(machine, NVIDIA) else "AMD" if gpus(machine, AMD) else ""
     if not kind or not has_rdma(machine):
-        return skip("no GPU with an RDMA device here")
+        return skip(NONE)
     torch = machine.ask(Torch)
     if isinstance(torch, Silence) or not torch.available:
         return skip("torch sees no GPU")

@@ -8,6 +8,7 @@ from pd.doctor.machine import Access, Machine, Silence
 from pd.doctor.rdma import (
     RdmaDevice,
     best_gid,
+    has_rdma,
     hidden_nics,
     netdev_mtu,
     rdma_devices,
@@ -84,7 +85,7 @@ def verbs(machine: Machine) -> Result:
     if unseen or shut:
         return fail(
             f"libibverbs opens {len(answer.opened)} of {len(names)}",
-            f"{', '.join(unseen + shut)}: no provider library, or no device file for it.",
+            f"{_span((*unseen, *shut))}: no provider library, or no device file for it.",
             "apt install ibverbs-providers, or the adapter vendor's package (MLNX_OFED, EFA installer); "
             "then see rdma.devices",
         )
@@ -175,7 +176,7 @@ def gid(machine: Machine) -> Result:
     """
     found = [d for d in rdma_devices(machine) if any(p.layer == "Ethernet" for p in d.ports)]
     if not found:
-        return skip("no RoCE port here")
+        return skip("no RoCE port here" if has_rdma(machine) else NONE)
     ports = [(d, p) for d in found for p in d.ports if p.layer == "Ethernet" and p.is_up]
     best = {d.name: best_gid(p) for d, p in ports}
     details = tuple(f"{n}: index {g.index} {g.kind} {g.text} {g.netdev}" for n, g in best.items() if g)
@@ -225,7 +226,7 @@ def mtu(machine: Machine) -> Result:
     found = [d for d in rdma_devices(machine) if any(p.layer == "Ethernet" and p.is_up for p in d.ports)]
     sizes = {n: m for d in found for n in d.netdevs if (m := netdev_mtu(machine, n)) is not None}
     if not sizes:
-        return skip("no RoCE interface here")
+        return skip("no RoCE interface here" if has_rdma(machine) else NONE)
     details = tuple(f"{name}: {size}" for name, size in sizes.items())
     read = f"Ethernet MTU {' and '.join(map(str, sorted(set(sizes.values()))))}"
     small = [name for name, size in sizes.items() if size < JUMBO]
@@ -252,7 +253,7 @@ def pkey(machine: Machine) -> Result:
     """
     ports = [(d, p) for d in rdma_devices(machine) for p in d.ports if p.layer == "InfiniBand" and p.is_up]
     if not ports:
-        return skip("no InfiniBand port here")
+        return skip("no InfiniBand port here" if has_rdma(machine) else NONE)
     limited = [d.name for d, p in ports if p.pkeys and all(k & LIMITED_PKEY == k for k in p.pkeys if k)]
     keys = sorted({f"0x{k:04x}" for _, p in ports for k in p.pkeys if k})
     if limited:
@@ -272,7 +273,7 @@ def bond(machine: Machine) -> Result:
     """
     ports = [(d, p) for d in rdma_devices(machine) for p in d.ports if p.layer == "InfiniBand" and p.is_up]
     if not ports:
-        return skip("no InfiniBand port here")
+        return skip("no InfiniBand port here" if has_rdma(machine) else NONE)
     zero = [d.name for d, p in ports if p.lid == 0]
     if zero:
         others = ",".join(f"{d.name}:{p.number}" for d, p in ports if p.lid)
