@@ -1,4 +1,4 @@
-"""Drives an engine as a leader would, with plain page bookkeeping, and asks transformers for the truth."""
+"""Drives an engine as a leader would, with plain page bookkeeping."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
+from torch import Tensor
 
 from pd.runtime.config import DeviceConfig, InstanceConfig, KVConfig, ModelConfig, RankConfig, StepConfig
 from pd.runtime.engine.build import Engine, build
-from pd.runtime.wire.messages import Chunk, Role, Sampling, SlotInit, StepKind, StepPlan
+from pd.runtime.wire.messages import Chunk, Role, Sampling, SlotInit, StepKind, StepPlan, Token
 from pd.transfer.memory import MemoryHub, MemoryTransport
 
 PAGE = 8
@@ -42,6 +42,8 @@ def build_engine(config: RankConfig) -> Engine:
 class Driver:
     """Gives pages out, scattered, and runs chunks; one a slot and call."""
 
+    greedy = Sampling(max_tokens=1000, temperature=0.0)
+
     def __init__(self, engine: Engine, *, seed: int = 0) -> None:
         self._engine = engine
         order = torch.randperm(engine.shard.num_pages, generator=torch.Generator().manual_seed(seed))
@@ -53,17 +55,24 @@ class Driver:
 
     def admit(self, slot: int, prompt: Sequence[int], sampling: Sampling | None = None) -> None:
         """Joins with the next step."""
-        sampling = sampling or Sampling(max_tokens=1000, temperature=0.0)
         self._held[slot] = []
-        self._admits.append(SlotInit(slot, tuple(prompt), len(prompt), sampling, ()))
+        self._admits.append(SlotInit(slot, tuple(prompt), len(prompt), sampling or self.greedy, ()))
+
+    def adopt(self, init: SlotInit) -> None:
+        """Joins with the next step, with pages that another slot holds and keeps."""
+        self._held[init.slot] = list(init.pages)
+        self._admits.append(init)
+
+    def pages_of(self, slot: int) -> list[int]:
+        return self._held[slot]
 
     def retire(self, slot: int) -> None:
         """Leaves with the next step; its pages are for the taking at once."""
         self._free = self._held.pop(slot) + self._free
         self._retire.append(slot)
 
-    def run(self, *chunks: tuple[int, int, int, bool]) -> list[int]:
-        """One step of (slot, start, stop, sample); the sampled ids, in order."""
+    def run(self, *chunks: tuple[int, int, int, bool]) -> tuple[Token, ...]:
+        """One step of (slot, start, stop, sample); what was sampled, in order."""
         plan = StepPlan(
             self._step,
             StepKind.MIXED,
@@ -73,7 +82,7 @@ class Driver:
         )
         self._step += 1
         self._admits, self._retire = [], []
-        return [token.id for token in self._engine.step(plan)]
+        return self._engine.step(plan)
 
     def _pages(self, slot: int, stop: int) -> tuple[int, ...]:
         missing = -(-stop // self._engine.layout.page_size) - len(self._held[slot])
@@ -82,30 +91,32 @@ class Driver:
         return tuple(new)
 
 
-def generate(engine: Engine, prompt: Sequence[int], num_tokens: int, *, chunks: Sequence[int] = ()) -> list[int]:
-    """Greedy tokens of one request. `chunks`: lengths of the prompt's pieces; what is left of it comes last."""
+def generate(
+    engine: Engine, prompt: Sequence[int], num_tokens: int, *, pieces: Sequence[int] = (), logprobs: int | None = None
+) -> list[Token]:
+    """Greedy answer to one request, alone. `pieces`: lengths of the prompt's chunks; the rest of it comes last."""
     driver = Driver(engine)
-    driver.admit(0, prompt)
+    driver.admit(0, prompt, Sampling(max_tokens=num_tokens, temperature=0.0, logprobs=logprobs))
     start = 0
-    for length in chunks:
+    for length in pieces:
         driver.run((0, start, start + length, False))
         start += length
-    ids = driver.run((0, start, len(prompt), True))
+    tokens = list(driver.run((0, start, len(prompt), True)))
     for position in range(len(prompt), len(prompt) + num_tokens - 1):
-        ids += driver.run((0, position, position + 1, True))
+        tokens += driver.run((0, position, position + 1, True))
     driver.retire(0)
     driver.run()
-    return ids
+    return tokens
 
 
-def reference(checkpoint: Path, prompt: Sequence[int], num_tokens: int) -> list[int]:
-    """transformers' greedy tokens in float32, end-of-text or not."""
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    with torch.inference_mode():
-        out = model.generate(
-            torch.tensor([list(prompt)]), max_new_tokens=num_tokens, do_sample=False, eos_token_id=[-1], pad_token_id=0
-        )
-    return out[0, len(prompt) :].tolist()
+def ids_of(tokens: Sequence[Token]) -> list[int]:
+    return [token.id for token in tokens]
+
+
+def logprobs_of(token: Token) -> Tensor:
+    """By token id, of a token sampled with logprobs=vocabulary."""
+    ids, values = zip(*token.top, strict=True)
+    return torch.tensor(values)[torch.tensor(ids).argsort()]
 
 
 def prompt_of(length: int, *, seed: int, vocab_size: int) -> list[int]:

@@ -29,6 +29,12 @@ QUERY_ROWS = 256
 30 % on the long context, and one piece of 512 wastes half its square."""
 
 
+def has_native(like: Tensor) -> bool:
+    """Whether the C++ decode op takes pools of this dtype and device."""
+    is_ours = like.device.type == "cpu" and like.dtype in (torch.float32, torch.bfloat16)
+    return is_ours and cpu_build.load().module is not None
+
+
 class Attention:
     """One rank's attention over its pool; owns the scratch."""
 
@@ -38,22 +44,24 @@ class Attention:
         share: RankShare,
         *,
         max_context: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        like: Tensor,
+        use_native: bool,
     ) -> None:
-        """`max_context`: tokens of the longest request, rounded up to whole pages."""
+        """`max_context`: tokens of the longest request, rounded up to whole pages. `like`: of the pool's dtype and
+        device. `use_native`: as `has_native` says, or False for plain PyTorch.
+        """
         self._scale = spec.head_dim**-0.5
-        kv_head_of_query_H = torch.tensor(share.kv_head_of_query, dtype=torch.int32, device=device)
+        kv_head_of_query_H = torch.tensor(share.kv_head_of_query, dtype=torch.int32, device=like.device)
         self._heads = {window: cpu_ops.Heads(kv_head_of_query_H, self._scale, window) for window in spec.windows}
-        self._padding = _Padding(share.kv_head_of_query, device)
+        self._padding = _Padding(share.kv_head_of_query, like.device)
         shape = (len(share.kv_heads), max_context, spec.head_dim)
-        self._keys, self._values = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
-        self._has_native = device.type == "cpu" and dtype is not torch.float16 and cpu_build.load().module is not None
+        self._keys, self._values = (like.new_empty(shape) for _ in range(2))
+        self._use_native = use_native
 
     @property
     def note(self) -> str:
         """For the start-up line."""
-        return "C++ paged decode" if self._has_native else "PyTorch, a request at a time"
+        return "C++ paged decode" if self._use_native else "PyTorch, a request at a time"
 
     def __call__(
         self, q_THE: Tensor, pools: tuple[Tensor, Tensor], inputs: StepInputs, *, window: int | None
@@ -74,7 +82,7 @@ class Attention:
     def _singles(
         self, q_BHE: Tensor, pools: tuple[Tensor, Tensor], inputs: StepInputs, *, window: int | None
     ) -> Tensor:
-        if self._has_native:
+        if self._use_native:
             table_BL, lengths_B = inputs.table_BL, inputs.lengths_B
             return cpu_ops.paged_decode(q_BHE, pools, table_BL=table_BL, lengths_B=lengths_B, heads=self._heads[window])
         grouped_BKGE = self._padding.group(q_BHE)

@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 
 from pd.runtime.config import ConfigError, InstanceConfig, RankConfig
-from pd.runtime.engine.attention import Attention
+from pd.runtime.engine.attention import Attention, has_native
 from pd.runtime.engine.inputs import Slots
 from pd.runtime.engine.kv_pool import KVPool, count_pages, make_pool
 from pd.runtime.engine.layers import linear_kind
@@ -184,18 +184,13 @@ def _load(
         model = Llama(spec, share, mesh, reader=reader, max_model_len=limit)
     pool = _pool(instance, checked, mesh, transport=transport)
     max_model_len = min(limit, pool.shard.num_pages * instance.kv.page_size)
-    attention = Attention(
-        spec,
-        share,
-        max_context=-(-max_model_len // instance.kv.page_size) * instance.kv.page_size,
-        dtype=checked.dtype,
-        device=device,
-    )
+    like = torch.empty(0, dtype=checked.dtype, device=device)
+    max_context = -(-max_model_len // instance.kv.page_size) * instance.kv.page_size
+    attention = Attention(spec, share, max_context=max_context, like=like, use_native=has_native(like))
     num_slots = instance.step.max_running
     slots = Slots(num_slots=num_slots, max_model_len=max_model_len, page_size=instance.kv.page_size, device=device)
     sampler = Sampler(vocab_size=spec.vocab_size, max_slots=num_slots, device=device)
     runner = Runner(model, pool, mesh, attention=attention, slots=slots, sampler=sampler)
-    like = torch.empty(0, dtype=checked.dtype, device=device)
     note = (
         f"{checked.layout.dtype}, {torch.get_num_threads()} threads, linear {linear_kind(like)}, "
         f"attention {attention.note}, sums {mesh.note}, weights {reader.nbytes / 2**20:.0f} MiB"

@@ -1,0 +1,208 @@
+"""A checkpoint or a setting that cannot work is refused before anything is loaded, by name and with both values."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from pd.runtime.config import ConfigError, DeviceConfig, KVConfig
+from pd.runtime.engine.build import build
+from pd.transfer.memory import MemoryHub, MemoryTransport
+from tests.engine.driving import build_engine, generate, ids_of, prompt_of, rank_config
+from tests.tiny import VOCAB_SIZE, make_tiny
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return make_tiny("llama", tmp_path / "tiny")
+
+
+def edit_config(**fields: object) -> Callable[[Path], None]:
+    def edit(checkpoint: Path) -> None:
+        path = checkpoint / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+    return edit
+
+
+def edit_tensors(edit: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
+    def spoil(checkpoint: Path) -> None:
+        path = checkpoint / "model.safetensors"
+        tensors = load_file(path)
+        edit(tensors)
+        save_file(tensors, path)
+
+    return spoil
+
+
+def drop(name: str) -> Callable[[Path], None]:
+    return edit_tensors(lambda tensors: tensors.pop(name))
+
+
+def put(name: str, tensor: torch.Tensor) -> Callable[[Path], None]:
+    return edit_tensors(lambda tensors: tensors.update({name: tensor}))
+
+
+def remove(name: str) -> Callable[[Path], None]:
+    return lambda checkpoint: (checkpoint / name).unlink()
+
+
+def write(name: str, text: str) -> Callable[[Path], None]:
+    return lambda checkpoint: (checkpoint / name).write_text(text) and None
+
+
+DOWN = "model.layers.1.mlp.down_proj.weight"
+
+BAD_CHECKPOINTS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "no config.json": (remove("config.json"), "has no config.json"),
+    "config.json cut short": (write("config.json", '{"architectures": ['), "config.json cannot be read"),
+    "no safetensors": (remove("model.safetensors"), "holds no *.safetensors"),
+    "safetensors cut short": (write("model.safetensors", "xx"), "model.safetensors cannot be read"),
+    "index names an absent file": (
+        write("model.safetensors.index.json", '{"weight_map": {"a": "model-7-of-9.safetensors"}}'),
+        "has no model-7-of-9.safetensors",
+    ),
+    "architecture": (edit_config(architectures=["GPT2LMHeadModel"]), "architecture GPT2LMHeadModel is not supported"),
+    "no architecture": (edit_config(architectures=[]), "architecture not named in config.json"),
+    "tensor missing": (drop(DOWN), f"tensor {DOWN} is missing"),
+    "tensor of wrong shape": (
+        put(DOWN, torch.zeros(72, 99)),
+        f"tensor {DOWN} has shape [72, 99], config.json says [72, 100]",
+    ),
+    "tensor of unknown type": (put(DOWN, torch.zeros(72, 100, dtype=torch.int8)), f"tensor {DOWN} is of type I8"),
+    "untied without a head": (drop("lm_head.weight"), "tensor lm_head.weight is missing"),
+    "longrope": (edit_config(rope_parameters={"rope_type": "longrope"}), "rope type 'longrope' is not supported"),
+    "rope without its factor": (
+        edit_config(rope_parameters={"rope_type": "linear", "rope_theta": 1e4}),
+        "rope linear: factor must be a positive number, not None",
+    ),
+    "rope by layer kind": (
+        edit_config(rope_parameters={"full_attention": {"rope_type": "default"}}),
+        "rope parameters of their own for full_attention",
+    ),
+    "partial rotation": (edit_config(partial_rotary_factor=0.5), "partial_rotary_factor 0.5"),
+    "activation": (edit_config(hidden_act="gelu"), "hidden_act 'gelu' is not supported"),
+    "quantized": (edit_config(quantization_config={"quant_method": "gptq"}), "quantization_config 'gptq'"),
+    "heads that do not share": (edit_config(num_key_value_heads=2), "9 query heads do not share 2 KV heads evenly"),
+    "size missing": (edit_config(num_hidden_layers=None), "num_hidden_layers must be a positive integer, not None"),
+    "size of wrong type": (edit_config(vocab_size="many"), "vocab_size must be a positive integer, not 'many'"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CHECKPOINTS)
+def test_bad_checkpoint_is_refused_by_name(name: str, checkpoint: Path) -> None:
+    spoil, said = BAD_CHECKPOINTS[name]
+    spoil(checkpoint)
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        build_engine(rank_config(checkpoint))
+
+
+BAD_SETTINGS: dict[str, tuple[dict[str, object], str]] = {
+    "tp over the query heads": ({"tp": 10}, "tp 10 is not within 1 and the model's 9 query heads"),
+    "unknown dtype": ({"dtype": "int4"}, "dtype 'int4' is unknown"),
+    "unknown device": ({"device": DeviceConfig(device="tpu")}, "device 'tpu' is unknown"),
+    "model length": ({"max_model_len": 513}, "max_model_len 513 is not within 1 and the model's 512 positions"),
+    "no page": ({"kv": KVConfig(num_pages=0)}, "KV pool is too small: 0 pages of 16 tokens"),
+    "memory below a page": ({"kv": KVConfig(kv_memory=100.0)}, "KV pool is too small: 0 pages"),
+    "pool below the length": (
+        {"kv": KVConfig(num_pages=3), "max_model_len": 49},
+        "KV pool is too small: 3 pages of 16 tokens; max_model_len is 49",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_SETTINGS)
+def test_bad_setting_is_refused_with_its_value(name: str, checkpoint: Path) -> None:
+    settings, said = BAD_SETTINGS[name]
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        build_engine(rank_config(checkpoint, **settings))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_cuda_without_a_gpu_is_refused_with_a_hint(checkpoint: Path) -> None:
+    with pytest.raises(ConfigError, match="sees no GPU") as refusal:
+        build_engine(rank_config(checkpoint, device=DeviceConfig(device="cuda")))
+    assert "--device cpu" in refusal.value.hint
+
+
+def test_all_faults_are_told_at_once(checkpoint: Path) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        build_engine(rank_config(checkpoint, tp=10, dtype="int4", max_model_len=0))
+    assert len(str(refusal.value).splitlines()) == 3
+
+
+def test_unsupported_architecture_is_answered_with_the_supported_ones(checkpoint: Path) -> None:
+    edit_config(architectures=["GPT2LMHeadModel"])(checkpoint)
+    with pytest.raises(ConfigError) as refusal:
+        build_engine(rank_config(checkpoint))
+    for name in ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"):
+        assert name in refusal.value.hint
+
+
+def test_many_missing_tensors_are_counted_not_listed(checkpoint: Path) -> None:
+    edit_config(num_hidden_layers=4)(checkpoint)
+    with pytest.raises(ConfigError) as refusal:
+        build_engine(rank_config(checkpoint))
+    lines = str(refusal.value).splitlines()
+    assert len(lines) == 9
+    assert lines[-1] == "and 1 more"
+
+
+def test_sharded_files_read_as_one(checkpoint: Path, tmp_path: Path) -> None:
+    prompt = prompt_of(9, seed=1, vocab_size=VOCAB_SIZE)
+    expected = ids_of(generate(build_engine(rank_config(checkpoint)), prompt, 5))
+    tensors = load_file(checkpoint / "model.safetensors")
+    names = sorted(tensors)
+    files = {"model-1-of-2.safetensors": names[::2], "model-2-of-2.safetensors": names[1::2]}
+    for file, held in files.items():
+        save_file({name: tensors[name] for name in held}, checkpoint / file)
+    weight_map = {name: file for file, held in files.items() for name in held}
+    (checkpoint / "model.safetensors").unlink()
+    (checkpoint / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert ids_of(generate(build_engine(rank_config(checkpoint)), prompt, 5)) == expected
+
+
+def test_progress_ends_at_the_total_and_never_falls(checkpoint: Path) -> None:
+    told: list[tuple[int, int]] = []
+    transport = MemoryTransport(me="test/0", hub=MemoryHub())
+    build(rank_config(checkpoint), transport, lambda done, total: told.append((done, total))).close()
+    nbytes = sum(t.nbytes for t in load_file(checkpoint / "model.safetensors").values())
+    assert told[-1] == (nbytes, nbytes)
+    assert told == sorted(told)
+    assert {total for _, total in told} == {nbytes}
+
+
+def test_closed_engine_lets_the_transport_free_its_pool(checkpoint: Path) -> None:
+    transport = MemoryTransport(me="test/0", hub=MemoryHub())
+    engine = build(rank_config(checkpoint), transport, lambda done, total: None)
+    generate(engine, [1, 2, 3], 3)
+    engine.close()
+    engine.close()
+    transport.close()
+
+
+def test_card_names_the_model_and_its_limits(checkpoint: Path) -> None:
+    engine = build_engine(rank_config(checkpoint, kv=KVConfig(page_size=16, num_pages=10)))
+    assert (engine.card.name, engine.card.vocab_size, engine.card.max_model_len) == ("tiny", VOCAB_SIZE, 160)
+    served = build_engine(rank_config(checkpoint, served_name="mine", dtype="bfloat16", max_model_len=100))
+    assert (served.card.name, served.card.max_model_len) == ("mine", 100)
+    assert served.layout.dtype == "bfloat16"
+    assert served.card.fingerprint == engine.card.fingerprint
+
+
+def test_fingerprint_tells_models_apart(checkpoint: Path, tmp_path: Path) -> None:
+    ours = build_engine(rank_config(checkpoint)).card.fingerprint
+    other = make_tiny("llama", tmp_path / "other", rms_norm_eps=1e-5)
+    assert build_engine(rank_config(other)).card.fingerprint != ours
+
+
+def test_half_precision_checkpoint_runs_in_bfloat16_on_cpu(tmp_path: Path) -> None:
+    engine = build_engine(rank_config(make_tiny("llama", tmp_path, dtype=torch.float16)))
+    assert engine.layout.dtype == "bfloat16"
+    assert len(generate(engine, [5, 6, 7], 4)) == 4
