@@ -107,9 +107,11 @@ class ThisMachine:
         try:
             out, err = process.communicate(timeout=ASK_S)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # and whatever it started
-            process.communicate()
             return Silence(Why.SLOW, f"no answer in {ASK_S:.0f} s")
+        finally:
+            if process.poll() is None:  # too slow, or Ctrl-C
+                os.killpg(process.pid, signal.SIGKILL)  # and whatever it started
+                process.communicate()
         return _heard(process.returncode, out, err.decode(errors="replace"))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pd.doctor.answers import Cma
 from pd.doctor.check import Check
 from pd.doctor.machine import Machine, Silence
+from pd.doctor.pci import AMD, NVIDIA, gpus
 from pd.doctor.rdma import has_rdma
 from pd.doctor.readings import (
     GIB,
@@ -23,7 +24,7 @@ from pd.doctor.result import Result, fail, passed, skip, warn
 DOCKER_SHM = 64 * MIB
 """Docker's default --shm-size."""
 POOL = 2 * GIB
-"""A CPU rank's default KV pool, which the shm backend places in /dev/shm (KVConfig.kv_memory)."""
+"""A CPU rank's default KV pool (KVConfig.kv_memory)."""
 DEFAULT_MAPS = 65530
 """vm.max_map_count of the kernel: too low for large registered pools; Mooncake's guide asks for 16777216."""
 MAPS = 16777216
@@ -85,28 +86,26 @@ def pages(machine: Machine) -> Result:
 
 
 def shm(machine: Machine) -> Result:
-    """The size of /dev/shm, where the shm backend keeps KV pools and NCCL its buffers.
+    """The size of /dev/shm, where NCCL and UCX keep buffers between processes.
 
-    Asks statvfs. Docker gives 64 MiB unless told; a pool that outgrows it dies of SIGBUS when the page is first
-    touched.
+    Asks statvfs. Docker gives 64 MiB unless told. NCCL then says "unable to allocate shared memory" or "No space left
+    on device"; a buffer that outgrows it while in use dies of SIGBUS. pd's own pools are not kept there.
     """
     space = machine.space("/dev/shm")
-    if space is None:
-        return fail(
-            "/dev/shm is not there",
-            "The shm backend and NCCL's shared buffers cannot work.",
-            "docker: --ipc=host or --shm-size=16g; kubernetes: an emptyDir of medium Memory at /dev/shm",
-        )
-    read = f"{human(space.free)} free of {human(space.size)}"
-    if space.free < POOL:
-        judge = fail if space.size <= 2 * DOCKER_SHM else warn
-        return judge(
-            read,
-            f"A CPU rank's default pool of {human(POOL)} does not fit: the process would die of SIGBUS.",
-            "docker: --ipc=host or --shm-size=16g; kubernetes: an emptyDir of medium Memory at /dev/shm;"
-            "\nelse: sudo mount -o remount,size=16g /dev/shm, or pd launch --transfer tcp",
-        )
-    return passed(read)
+    size, free = space or (0, 0)
+    read = "/dev/shm is not there" if space is None else f"{human(free)} free of {human(size)}"
+    has_gpu = bool(gpus(machine, NVIDIA) or gpus(machine, AMD))
+    if free >= (GIB if has_gpu else DOCKER_SHM):
+        return passed(read)
+    judge = fail if has_gpu and size <= DOCKER_SHM else warn
+    return judge(
+        read,
+        "NCCL's buffers between GPUs of one host do not fit: 'No space left on device'."
+        if has_gpu
+        else "UCX's buffers between processes of one host may not fit.",
+        "docker: --ipc=host or --shm-size=16g\nkubernetes: an emptyDir of medium Memory at /dev/shm"
+        "\nelse: sudo mount -o remount,size=16g /dev/shm",
+    )
 
 
 def memlock(machine: Machine) -> Result:

@@ -16,7 +16,7 @@ SLOW = {"shm": 1e9, "tcp": 2e8, "nixl": 5e8, "mooncake": 1e8}
 """Bytes a second of the largest size, below which something is wrong: a tenth of what two busy virtual cores
 reached."""
 FIXES = {
-    "shm": "machine.shm; machine.memory; pd launch --transfer tcp goes without shared memory",
+    "shm": "machine.memory; pd launch --transfer tcp goes without shared memory",
     "tcp": "machine.ports; machine.nofile; network.interfaces",
     "nixl": "software.nixl; software.env; machine.cma",
     "mooncake": "software.mooncake; software.env",
