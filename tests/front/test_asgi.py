@@ -96,3 +96,13 @@ async def test_server_that_goes_down_abandons_what_runs(tmp_path: Path) -> None:
     await asyncio.wait({running}, timeout=WAIT_S)
     assert running.cancelled()
     assert list(door.abandons) == [submit.request_id]
+
+
+async def test_client_that_leaves_within_its_body_hears_nothing(tmp_path: Path) -> None:
+    door, wire = FakeDoor(), Wire({"prompt": "x"})
+    whole = wire.incoming.get_nowait()
+    wire.incoming.put_nowait(whole | {"more_body": True})
+    wire.incoming.put_nowait({"type": "http.disconnect"})
+    await asyncio.wait_for(begin(door, wire, tmp_path), WAIT_S)
+    assert wire.asked.empty()
+    assert door.submits == []

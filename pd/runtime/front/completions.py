@@ -77,13 +77,11 @@ class Completions:
         num_choices = wanted.num_choices * len(prompts)
         if isinstance(wanted.prompt, Conversation):
             return ChatShape(head, self._text.spell, num_choices=num_choices, include_usage=wanted.include_usage)
-        echoes = [""] * num_choices
-        if wanted.echo:
-            echoes = [
-                self._text.decode(prompt, skip_special_tokens=wanted.skip_special_tokens)
-                for prompt in prompts
-                for _ in range(wanted.num_choices)
-            ]
+        echoes: list[str] = []
+        for prompt in prompts:
+            skip = wanted.skip_special_tokens
+            echo = self._text.decode(prompt, skip_special_tokens=skip) if wanted.echo else ""
+            echoes += [echo] * wanted.num_choices
         return CompletionShape(head, self._text.spell, echoes=echoes, include_usage=wanted.include_usage)
 
 
