@@ -93,7 +93,8 @@ class InstanceConfig:
     device: DeviceConfig = field(default_factory=DeviceConfig)
     link: LinkConfig = field(default_factory=LinkConfig)
     drain_s: float = 3.0
-    """From SIGTERM: running requests may end; what still runs then the router starts again elsewhere. All is gone in 5 s."""
+    """From SIGTERM: running requests may end; what still runs then the router starts again elsewhere.
+    All is gone in 5 s."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,3 +126,5 @@ class RankConfig:
     """torch.distributed init_method; a file:// or tcp:// of the leader's choice."""
     checkpoint: str
     """Resolved local directory."""
+    parent: int
+    """The leader's process id: a rank ends with it."""

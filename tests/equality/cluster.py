@@ -145,7 +145,12 @@ def running(cluster: Cluster) -> Iterator[Cluster]:
 
 @contextlib.contextmanager
 def apart(
-    model: Path, logs: Path, *, prefill: tuple[str, ...] = (), decode: tuple[str, ...] = (), common: tuple[str, ...] = ()
+    model: Path,
+    logs: Path,
+    *,
+    prefill: tuple[str, ...] = (),
+    decode: tuple[str, ...] = (),
+    common: tuple[str, ...] = (),
 ) -> Iterator[Cluster]:
     """One prefill and one decode instance behind a router, ready."""
     logs.mkdir(parents=True, exist_ok=True)

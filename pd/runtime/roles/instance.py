@@ -34,6 +34,7 @@ from pd.runtime.core.events import (
     Tick,
 )
 from pd.runtime.core.instance import BrainSettings, InstanceBrain
+from pd.runtime.engine.spec import read_spec
 from pd.runtime.observe import log_stamp
 from pd.runtime.roles.process import StopSignals, new_epoch, reachable_host, setup_logging
 from pd.runtime.roles.ranks import Ranks, RanksLost, raise_if_failed
@@ -154,6 +155,7 @@ def run(config: InstanceConfig) -> int:
     if config.device.cores:
         os.sched_setaffinity(0, config.device.cores)
     checkpoint = resolve(config.model.model)
+    _check_tp(config, checkpoint)
     config = replace(config, model=replace(config.model, served_name=_served_name(config)))
     epoch = new_epoch()
     with zmq.Context[zmq.Socket[bytes]]() as context:
@@ -176,6 +178,16 @@ def run(config: InstanceConfig) -> int:
             return 1
         finally:
             hub.close()
+
+
+def _check_tp(config: InstanceConfig, checkpoint: Path) -> None:
+    """Before any rank is born: each would read weights only to say the same."""
+    num_query_heads = read_spec(checkpoint).num_query_heads
+    if config.device.tp > num_query_heads:
+        raise ConfigError(
+            f"tp is {config.device.tp}, the model has {num_query_heads} query heads",
+            hint=f"tp may be 1 to {num_query_heads}",
+        )
 
 
 def _served_name(config: InstanceConfig) -> str:

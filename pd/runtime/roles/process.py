@@ -22,10 +22,10 @@ def setup_logging(who: str) -> None:
     )
 
 
-def die_with_parent() -> None:
-    """From now on the kernel kills this process when its parent ends, however that ends. Linux only."""
+def die_with(parent: int) -> None:
+    """From now on the kernel kills this process when its parent, of this process id, ends. Linux only."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() == 1:
+    if os.getppid() != parent:
         os._exit(1)  # it ended before we could ask
 
 

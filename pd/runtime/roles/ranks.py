@@ -26,6 +26,8 @@ _QUIT_S = 1.5
 """From Quit to SIGKILL: a step of prefill may still be running."""
 _PROGRESS_S = 2.0
 _POLL_MS = 100
+_MAX_FOLDER_LENGTH = 80
+"""A socket's path holds 107 characters on Linux, ours adds about 20."""
 _ENVIRONMENT = {
     # Standard variables of the libraries below us; a user's own win. Measured on small CPU machines: waiting threads
     # that spin cost 40x when a neighbour runs, and unmapping large temporaries costs 4x in attention.
@@ -45,7 +47,9 @@ class Ranks:
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], config: InstanceConfig, *, epoch: str, checkpoint: Path
     ) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="pd-")  # mode 0700: nobody else may pose as a rank
+        folder = tempfile.gettempdir()
+        is_long = len(folder) > _MAX_FOLDER_LENGTH
+        self._folder = tempfile.TemporaryDirectory(prefix="pd-", dir="/tmp" if is_long else folder)  # mode 0700
         self.hub = Hub(context, f"ipc://{self._folder.name}/leader")
         self._peers = tuple(Peer(str(rank), "") for rank in range(config.device.tp))
         self._processes = [self._spawn(config, rank, epoch, checkpoint) for rank in range(config.device.tp)]
@@ -106,6 +110,7 @@ class Ranks:
             leader=self.hub.address,
             rendezvous=f"file://{self._folder.name}/rendezvous",
             checkpoint=str(checkpoint),
+            parent=os.getpid(),
         )
         process = subprocess.Popen(
             [sys.executable, "-m", "pd.runtime.roles.rank"],

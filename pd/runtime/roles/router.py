@@ -207,6 +207,7 @@ class _Server(uvicorn.Server):
 def run(config: RouterConfig) -> int:
     """The process body. Raises ConfigError for what a person can mend."""
     setup_logging("router")
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
     stop = StopSignals()
     text = load_text(resolve(config.model.model))
     listener = _listen(config.link.host, 8000 if config.link.port is None else config.link.port)

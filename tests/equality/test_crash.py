@@ -1,0 +1,50 @@
+"""After a crash = without one: an instance that dies in mid-answer costs its clients nothing but time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from tests.equality.cluster import Cluster, running
+from tests.equality.conftest import COMMON, Case
+
+NUM_TOKENS = 150
+"""Long enough to be killed amid."""
+
+
+def test_a_decode_instance_killed_in_mid_answer_is_not_noticed(cases: dict[str, Case], tmp_path: Path) -> None:
+    case = cases["llama"]
+    with running(Cluster(case.model, tmp_path, COMMON)) as cluster:
+        cluster.launch("router", "router")
+        cluster.launch("prefill", "prefill")
+        victim = cluster.launch("decode", "decode-a")
+        cluster.launch("decode", "decode-b")
+        cluster.wait_ready()
+        wait_for(cluster, num_instances=3)
+        prompts = case.prompts[:8]
+        calm = [cluster.generate(prompt, NUM_TOKENS) for prompt in prompts]
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            answers = [pool.submit(cluster.generate, prompt, NUM_TOKENS) for prompt in prompts]
+            wait_for(cluster, num_instances=3, running_on="decode-a")
+            os.killpg(victim.pid, signal.SIGKILL)
+            assert [answer.result() for answer in answers] == calm
+        victim.wait()
+        state = cluster.wait_idle()
+        alive = {i["name"]: i for i in state["instances"] if i["standing"] == "alive"}
+        assert alive.keys() == {"decode-b", "prefill"}
+        for instance in alive.values():
+            assert instance["num_free_pages"] == instance["num_pages"], instance
+
+
+def wait_for(cluster: Cluster, *, num_instances: int, running_on: str | None = None) -> None:
+    deadline = time.monotonic() + 60
+    while True:
+        alive = [i for i in cluster.state()["instances"] if i["standing"] == "alive"]
+        busy = {i["name"] for i in alive if i["num_running"]}
+        if len(alive) == num_instances and (running_on is None or running_on in busy):
+            return
+        assert time.monotonic() < deadline, alive
+        time.sleep(0.02)
