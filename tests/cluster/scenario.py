@@ -16,6 +16,7 @@ class Profile(enum.Enum):
     FAULTS = "faults"  # messages and writes go wrong, processes pause
     CRASHES = "crashes"  # processes die, are cut off, and come back
     TIGHT = "tight"  # too few pages for what is asked
+    LATE = "late"  # writes are slow, writers die over them, and their pages are wanted by others
     ALL = "all"
 
 
@@ -52,6 +53,7 @@ class Odds:
     write_error: float = 0.0  # one rank's share of a job fails
     lost_completion: float = 0.0  # one rank's share of a job never ends by itself
     unreachable: float = 0.0  # with a write error: the ranks say the peer is out of reach
+    write_s: float = 0.01  # how long a write takes, on average
 
 
 class Blow(enum.Enum):
@@ -68,6 +70,7 @@ class Strike:
     target: str
     seconds: float
     other: str | None = None
+    is_cunning: bool = False  # a kill that waits for a moment when pages are being written
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +99,9 @@ def scenario(seed: int, profile: Profile) -> Scenario:
         profile,
         tuple(instances),
         tuple(asks),
-        tuple(_strikes(rng, profile, names, until=4.0)),
+        tuple(_strikes(rng, profile, names, until=3.2)),
         _odds(rng, profile),
-        can_sever=profile is Profile.CALM or rng.random() < 0.7,
+        can_sever=profile is Profile.CALM or rng.random() < 0.5,
         whole_at=whole_at,
         clock_offsets={name: rng.choice((0.0, rng.uniform(0.0, 3600.0))) for name in ["router", *names]},
     )
@@ -115,9 +118,13 @@ def _instances(rng: random.Random, profile: Profile) -> list[Instance]:
         num_pages = rng.randint(longest // 2, longest * 2) if tight else longest * rng.randint(3, 5)
         if profile is Profile.CALM:
             num_pages = longest * 9  # for all slots and what is promised: nobody gives way
+        elif profile is Profile.LATE:
+            num_pages = longest * 2
         max_running = rng.choice((2, 3, 4)) if tight else 8
         return Instance(name, role, rng.choice((1, 1, 2)), size, num_pages, max_running)
 
+    if profile is Profile.LATE:
+        return [instance("p0", Role.PREFILL), instance("p1", Role.PREFILL), instance("d0", Role.DECODE)]
     shape = rng.random()
     if shape < 0.12:
         return [instance(f"c{index}", Role.COLOCATED) for index in range(rng.randint(1, 2))]
@@ -173,6 +180,8 @@ def _probe(rng: random.Random, at: float, index: int) -> Ask:
 def _odds(rng: random.Random, profile: Profile) -> Odds:
     if profile in (Profile.CALM, Profile.TIGHT):
         return Odds()
+    if profile is Profile.LATE:
+        return Odds(spike=0.02, drop=rng.choice((0.0, 0.02)), reorder=rng.random() < 0.5, write_s=0.06)
     heavy = rng.random() < 0.3
     scale = (3.0 if heavy else 1.0) if profile is not Profile.CRASHES else 0.3
     return Odds(
@@ -181,7 +190,7 @@ def _odds(rng: random.Random, profile: Profile) -> Odds:
         spike=rng.choice((0.0, 0.02)) * scale,
         reorder=rng.random() < 0.3,
         write_error=rng.choice((0.0, 0.02, 0.05)) * scale,
-        lost_completion=rng.choice((0.0, 0.02)) * scale,
+        lost_completion=rng.choice((0.0, 0.03)) * scale,
         unreachable=rng.random() * 0.5,
     )
 
@@ -191,6 +200,7 @@ def _strikes(rng: random.Random, profile: Profile, names: list[str], *, until: f
         Profile.CALM: (),
         Profile.TIGHT: (),
         Profile.FAULTS: (Blow.STALL, Blow.PART),
+        Profile.LATE: (Blow.KILL, Blow.KILL, Blow.PART, Blow.STALL),
         Profile.CRASHES: (Blow.KILL, Blow.KILL, Blow.DRAIN, Blow.PART),
         Profile.ALL: tuple(Blow),
     }[profile]
@@ -200,8 +210,23 @@ def _strikes(rng: random.Random, profile: Profile, names: list[str], *, until: f
     for _ in range(rng.randint(1, 4)):
         blow = rng.choice(blows)
         target = rng.choice(["router", *names] if blow is not Blow.DRAIN else names)
+        if profile is Profile.LATE:
+            target = rng.choice(("p0", "p1"))
         others = [name for name in ["router", *names] if name != target]
         other = rng.choice([*others, None]) if blow is Blow.PART else None
         seconds = rng.choice((rng.uniform(0.05, 0.5), rng.uniform(0.3, 3.0)))
-        strikes.append(Strike(rng.uniform(0.5, until), blow, target, seconds, other))
+        strikes.append(Strike(rng.uniform(0.5, until), blow, target, seconds, other, rng.random() < 0.6))
+    if Blow.KILL in blows and rng.random() < 0.5:
+        name = "p0" if profile is Profile.LATE else rng.choice(names)
+        strikes += _restart_unseen(rng, name, rng.uniform(0.5, until))
     return strikes
+
+
+def _restart_unseen(rng: random.Random, name: str, at: float) -> list[Strike]:
+    """Cut off from the router, dead and back before it is heard of again: what was sent to the old life waits."""
+    dead_s = rng.uniform(0.05, 0.3)
+    dies_at = at + rng.uniform(0.0, 0.2)
+    return [
+        Strike(at, Blow.PART, name, dies_at - at + dead_s + rng.uniform(0.0, 1.5), "router"),
+        Strike(dies_at, Blow.KILL, name, dead_s, is_cunning=rng.random() < 0.5),
+    ]

@@ -199,11 +199,18 @@ class World:
             case Blow.DRAIN:
                 shell.hear(Drain("asked to"))
             case Blow.KILL if shell.is_alive:
-                self._kill(shell, until)
+                self._kill(shell, strike, patience_s=0.5 if strike.is_cunning else 0.0)
             case Blow.KILL:
                 pass
 
-    def _kill(self, shell: Shell, until: float) -> None:
+    def _kill(self, shell: Shell, strike: Strike, *, patience_s: float) -> None:
+        if not shell.is_alive:
+            return
+        if patience_s > 0.0 and not (shell.ranks is not None and self._plane.is_moving(shell.ranks)):
+            self.clock.after(0.002, partial(self._kill, shell, strike, patience_s=patience_s - 0.002))
+            return
+        until = self.clock.now + strike.seconds
+        self.trace.add(self.clock.now, shell.life.name, lambda: "══ dies")
         shell.die()
         if shell.life.name == ROUTER:
             self.clients.lose_router()

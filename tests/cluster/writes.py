@@ -42,6 +42,7 @@ class Write:
     target: Ranks | None  # None: no life of that name was attached
     ended: Ended
     has_started: bool = False
+    is_orphan: bool = False  # its process died over it
     is_over: bool = False
     heads: tuple[int, ...] = field(default=())
 
@@ -86,7 +87,9 @@ class DataPlane:
             return self._fail_or_hang(write, "cut off by the peer")
         if rng.random() < self.odds.write_error:
             return self._clock.after(rng.uniform(0.0, 0.05), partial(self._break, write))
-        seconds = rng.expovariate(200.0) + (rng.uniform(0.0, 0.6) if rng.random() < self.odds.spike else 0.0)
+        seconds = rng.expovariate(1.0 / self.odds.write_s)
+        if rng.random() < self.odds.spike:
+            seconds += rng.uniform(0.0, 0.6)
         tokens = range(write.job.start, write.job.stop)
         middle = tokens[rng.randrange(len(tokens) + 1) :] if len(tokens) > 1 else tokens
         first = range(tokens.start, middle.start if middle else tokens.stop)
@@ -111,10 +114,11 @@ class DataPlane:
     def lose_process(self, ranks: Ranks) -> None:
         """A process dies. What its network card has begun may land all the same, for a while."""
         for write in [w for w in self._open if w.source is ranks]:
-            if not write.has_started or self._rng.random() < 0.5:
+            if not write.has_started or self._rng.random() < 0.2:
                 self._end(write, None)
             else:
-                self._clock.after(3.0, partial(self._end, write, None))
+                write.is_orphan = True
+                self._clock.after(self._rng.uniform(0.0, 2.5), partial(self._land_last, write))
         for write in [w for w in self._open if w.target is ranks and w.has_started]:
             self._fail_or_hang(write, "the peer died")
 
@@ -125,6 +129,10 @@ class DataPlane:
             if write.target is target and not self._is_severed(write):
                 for page in wanted.intersection(write.job.dst_pages):
                     yield page, write
+
+    def is_moving(self, ranks: Ranks) -> bool:
+        """Bytes are under way from or to these."""
+        return any(write.has_started and ranks in (write.source, write.target) for write in self._open)
 
     def num_open(self) -> int:
         return len(self._open)
@@ -144,12 +152,18 @@ class DataPlane:
                 target.pool[head][page][token % target.page_size] = value
 
     def _finish(self, write: Write, tokens: range) -> None:
-        if write.is_over:
+        if write.is_over or write.is_orphan:
             return
         if write.target is not None and (not write.target.is_alive or self._is_severed(write)):
             return self._fail_or_hang(write, "cut off by the peer")
         self._land(write, tokens)
         self._end(write, None)
+
+    def _land_last(self, write: Write) -> None:
+        """What a dead process had begun comes to its end, whoever owns the pages by now."""
+        if not write.is_over:
+            self._land(write, range(write.job.start, write.job.stop))
+            self._end(write, None)
 
     def _break(self, write: Write) -> None:
         if write.is_over:
