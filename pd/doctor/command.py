@@ -12,7 +12,7 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
-from pd.doctor.answers import Hosts, Mooncake, Nixl, Packages, Torch, Verbs
+from pd.doctor.answers import Hosts, Mooncake, Nixl, Packages, Torch
 from pd.doctor.catalog import CHECKS, HEADINGS
 from pd.doctor.check import Check, Examined, examine, select
 from pd.doctor.checks.needs import needs_checks
@@ -43,7 +43,7 @@ def doctor(options: DoctorOptions) -> int:
         return _serve(options, machine, console)
     began = time.monotonic()
     if len(checks) == len(CHECKS):  # a whole run needs them all
-        machine.foresee(Torch, Nixl, Packages, Hosts, Verbs, Mooncake)
+        machine.foresee(Torch, Nixl, Packages, Hosts, Mooncake)
     examined = _run_silently(checks, machine) if options.json else _run(checks, machine, console, options.verbose)
     if options.json:
         sys.stdout.write(as_json(examined) + "\n")

@@ -57,9 +57,9 @@ def driver(machine: Machine) -> Result:
     a reboot.
     """
     text = machine.read("/proc/driver/nvidia/version")
-    answer = machine.ask(Nvml)
     if not gpus(machine, NVIDIA) and text is None:
         return skip(NONE)
+    answer = machine.ask(Nvml)
     kind = "open kernel modules" if text and "Open Kernel Module" in text else "proprietary kernel modules"
     if isinstance(answer, Silence):
         if answer.why is Why.MISSING:
