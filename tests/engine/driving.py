@@ -30,7 +30,7 @@ def rank_config(checkpoint: Path, *, rank: int = 0, tp: int = 1, rendezvous: str
         device=device,
     )
     return RankConfig(
-        rank=rank, instance=instance, epoch="e", leader="", rendezvous=rendezvous, checkpoint=str(checkpoint)
+        rank=rank, instance=instance, epoch="e", parent=0, leader="", rendezvous=rendezvous, checkpoint=str(checkpoint)
     )
 
 
