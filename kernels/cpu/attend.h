@@ -13,13 +13,15 @@ namespace {
 constexpr int64_t TOKENS = 64;       // scored before their values are summed: 64 K and V rows of 64 bf16 fill 16 KB of L1
 constexpr int SHARED = 4;            // query heads that share one pass over K or V
 constexpr int64_t PARTIAL_HEAD = 2;  // floats: largest score, sum
+using pd::MAX_HEAD_SIZE;
 
 // Floats of one head's weighted values: whole Twos.
 inline int64_t padded(int64_t head_size) { return (head_size + 2 * W - 1) / (2 * W) * (2 * W); }
 int64_t partial_size(int64_t head_size) { return PARTIAL_HEAD + padded(head_size); }
 
-template <class T> inline Two two_of(const T* row, int64_t at, int64_t size) {
-  return at + 2 * W <= size ? load_two(row + at) : load_two_some(row + at, size - at);
+// WHOLE: a row of K or V is whole Twos, so none needs its end handled.
+template <bool WHOLE, class T> inline Two two_of(const T* row, int64_t at, int64_t size) {
+  return WHOLE || at + 2 * W <= size ? load_two(row + at) : load_two_some(row + at, size - at);
 }
 
 // A Two of floats kept in memory in the lane order of the type it was loaded as.
@@ -29,39 +31,60 @@ inline void keep(float* p, Two x) {
   store(p + W, x.b);
 }
 
-template <class T> struct Rows {  // where the K or V rows of a block of tokens are
-  const T* row[TOKENS];
+template <class T> struct Rows {  // where the K and V rows of a block of tokens are
+  const T* key[TOKENS];
+  const T* value[TOKENS];
+  int64_t count = 0;
 };
 
 template <class T>
-inline void find_rows(const pd::Attention& job, int64_t request, int64_t kv_head, int64_t start, int64_t count,
-                      Rows<T>* keys, Rows<T>* values) {
-  const int32_t* table = job.table + request * job.table_row;
-  for (int64_t t = 0; t < count; ++t) {
-    const int64_t page = table[(start + t) / job.page_size], offset = (start + t) % job.page_size;
-    keys->row[t] = static_cast<const T*>(job.k) + page * job.k_page + kv_head * job.k_head + offset * job.k_token;
-    values->row[t] = static_cast<const T*>(job.v) + page * job.v_page + kv_head * job.v_head + offset * job.v_token;
+inline void find_rows(const pd::Attention& job, int64_t part, int64_t kv_head, int64_t start, Rows<T>* rows) {
+  const int64_t left = job.part_stop[part] - start;
+  rows->count = left < 0 ? 0 : left < TOKENS ? left : TOKENS;
+  if (rows->count == 0) return;
+  const int32_t* page = job.table + job.part_row[part] * job.table_row + start / job.page_size;
+  int64_t offset = start % job.page_size;
+  for (int64_t t = 0; t < rows->count; ++page, offset = 0) {
+    const T* key = static_cast<const T*>(job.k) + *page * job.k_page + kv_head * job.k_head;
+    const T* value = static_cast<const T*>(job.v) + *page * job.v_page + kv_head * job.v_head;
+    for (; offset < job.page_size && t < rows->count; ++offset, ++t) {
+      rows->key[t] = key + offset * job.k_token;
+      rows->value[t] = value + offset * job.v_token;
+    }
+  }
+  for (int64_t t = rows->count; t % 4 != 0; ++t) {  // keys are scored in fours; the scores beyond count go unread
+    rows->key[t] = rows->key[t - 1];
+    rows->value[t] = rows->value[t - 1];
   }
 }
 
-template <class T, int HEADS>
-inline void score(const Rows<T>& keys, const Rows<T>& values, int64_t count, int64_t size, const float* q,
-                  float (*scores)[TOKENS]) {
-  const int64_t q_size = padded(size);
-  const int64_t row_bytes = size * static_cast<int64_t>(sizeof(T));
-  for (int64_t t = 0; t < count; ++t) {
-    const char* value = reinterpret_cast<const char*>(values.row[t]);
-    for (int64_t byte = 0; byte < row_bytes; byte += 64) _mm_prefetch(value + byte, _MM_HINT_T0);
-    F dot[HEADS];
-    for (int h = 0; h < HEADS; ++h) dot[h] = zero();
-    for (int64_t e = 0; e < size; e += 2 * W) {
-      const Two key = two_of(keys.row[t], e, size);
-      for (int h = 0; h < HEADS; ++h) {
-        dot[h] = fma(key.a, load(q + h * q_size + e), dot[h]);
-        dot[h] = fma(key.b, load(q + h * q_size + e + W), dot[h]);
+template <class T> inline void fetch(const T* row, int64_t size) {
+  for (int64_t e = 0; e < size; e += 64 / static_cast<int64_t>(sizeof(T)))
+    _mm_prefetch(reinterpret_cast<const char*>(row + e), _MM_HINT_T0);
+}
+
+// Pages lie anywhere, so the hardware cannot foresee them: while keys are scored their values are fetched, and while
+// values are summed the next block's keys are.
+template <class T, int HEADS, bool WHOLE>
+inline void score(const Rows<T>& rows, int64_t size, const float* q, float (*scores)[TOKENS]) {
+  constexpr int ROUND = HEADS == 4 && REGISTERS == 16 ? 2 : HEADS;  // heads whose four sums fit the registers
+  const int64_t stride = padded(size);
+  for (int64_t t = 0; t < rows.count; t += 4) {
+    for (int i = 0; i < 4; ++i) fetch(rows.value[t + i], size);
+    for (int first = 0; first < HEADS; first += ROUND) {
+      F dot[ROUND][4];
+      PD_UNROLL for (int h = 0; h < ROUND; ++h) PD_UNROLL for (int i = 0; i < 4; ++i) dot[h][i] = zero();
+      for (int64_t e = 0; e < size; e += 2 * W) {
+        PD_UNROLL for (int i = 0; i < 4; ++i) {
+          const Two key = two_of<WHOLE>(rows.key[t + i], e, size);
+          PD_UNROLL for (int h = 0; h < ROUND; ++h) {
+            const float* factor = q + (first + h) * stride + e;
+            dot[h][i] = fma(key.b, load(factor + W), fma(key.a, load(factor), dot[h][i]));
+          }
+        }
       }
+      PD_UNROLL for (int h = 0; h < ROUND; ++h) sum_four(dot[h], scores[first + h] + t);
     }
-    for (int h = 0; h < HEADS; ++h) scores[h][t] = sum(dot[h]);
   }
 }
 
@@ -87,66 +110,89 @@ inline float soften(float* scores, int64_t count, float* partial) {
   return factor;
 }
 
-template <class T, int HEADS>
-inline void add_values(const Rows<T>& values, int64_t count, int64_t size, const float (*weights)[TOKENS],
-                       const float* factor, float* sums, int64_t sums_stride) {
-  for (int64_t e = 0; e < size; e += 2 * W) {
-    Two acc[HEADS];
-    for (int h = 0; h < HEADS; ++h) {
-      const Two old = kept(sums + h * sums_stride + e);
-      acc[h] = {mul(old.a, splat(factor[h])), mul(old.b, splat(factor[h]))};
-    }
-    for (int64_t t = 0; t < count; ++t) {
-      const Two value = two_of(values.row[t], e, size);
-      for (int h = 0; h < HEADS; ++h) {
+// Elements [e, e + TWOS * 2 W) of the weighted sums.
+template <class T, int HEADS, int TWOS, bool WHOLE>
+inline void add_columns(const Rows<T>& rows, int64_t e, int64_t size, const float (*weights)[TOKENS],
+                        const float* factor, float* sums) {
+  const int64_t stride = padded(size);
+  Two acc[HEADS][TWOS];
+  PD_UNROLL for (int h = 0; h < HEADS; ++h) PD_UNROLL for (int c = 0; c < TWOS; ++c) {
+    const Two old = kept(sums + h * stride + e + c * 2 * W);
+    acc[h][c] = {mul(old.a, splat(factor[h])), mul(old.b, splat(factor[h]))};
+  }
+  for (int64_t t = 0; t < rows.count; ++t) {
+    PD_UNROLL for (int c = 0; c < TWOS; ++c) {
+      const Two value = two_of<WHOLE>(rows.value[t], e + c * 2 * W, size);
+      PD_UNROLL for (int h = 0; h < HEADS; ++h) {
         const F weight = splat(weights[h][t]);
-        acc[h] = {fma(value.a, weight, acc[h].a), fma(value.b, weight, acc[h].b)};
+        acc[h][c] = {fma(value.a, weight, acc[h][c].a), fma(value.b, weight, acc[h][c].b)};
       }
     }
-    for (int h = 0; h < HEADS; ++h) keep(sums + h * sums_stride + e, acc[h]);
   }
+  PD_UNROLL for (int h = 0; h < HEADS; ++h) PD_UNROLL for (int c = 0; c < TWOS; ++c)
+    keep(sums + h * stride + e + c * 2 * W, acc[h][c]);
 }
 
-template <class T, int HEADS>
+template <class T, int HEADS, bool WHOLE>
+inline void add_values(const Rows<T>& rows, const Rows<T>& next, int64_t size, const float (*weights)[TOKENS],
+                       const float* factor, float* sums) {
+  const int64_t stride = padded(size);
+  for (int64_t t = 0; t < next.count; ++t) fetch(next.key[t], size);
+  int64_t e = 0;
+  for (; HEADS < 3 && e + 4 * W <= stride; e += 4 * W)
+    add_columns<T, HEADS, 2, WHOLE>(rows, e, size, weights, factor, sums);
+  for (; e < size; e += 2 * W) add_columns<T, HEADS, 1, WHOLE>(rows, e, size, weights, factor, sums);
+}
+
+template <class T, int HEADS, bool WHOLE>
 void attend_heads(const pd::Attention& job, int64_t part, int64_t kv_head, const int32_t* heads) {
-  const int64_t size = job.head_size, request = job.part_row[part];
-  alignas(64) float q[HEADS * 512];
+  const int64_t size = job.head_size, stride = padded(size);
+  alignas(64) float q[HEADS * MAX_HEAD_SIZE];
+  alignas(64) float sums[HEADS * MAX_HEAD_SIZE];
   alignas(64) float scores[HEADS][TOKENS];
-  alignas(64) float sums[HEADS * 512];
-  float state[HEADS][2], factor[HEADS];
+  float state[HEADS][PARTIAL_HEAD], factor[HEADS];
   for (int h = 0; h < HEADS; ++h) {
-    const T* from = static_cast<const T*>(job.q) + request * job.q_row + heads[h] * job.q_head;
+    const T* from = static_cast<const T*>(job.q) + job.part_row[part] * job.q_row + heads[h] * job.q_head;
     for (int64_t e = 0; e < size; e += 2 * W) {
-      const Two x = two_of(from, e, size);
-      keep(q + h * padded(size) + e, {mul(x.a, splat(job.scale)), mul(x.b, splat(job.scale))});
-      keep(sums + h * padded(size) + e, {zero(), zero()});
+      const Two x = two_of<WHOLE>(from, e, size);
+      keep(q + h * stride + e, {mul(x.a, splat(job.scale)), mul(x.b, splat(job.scale))});
+      keep(sums + h * stride + e, {zero(), zero()});
     }
     state[h][0] = -INFINITY;
     state[h][1] = 0;
   }
-  Rows<T> keys, values;
-  for (int64_t start = job.part_start[part]; start < job.part_stop[part]; start += TOKENS) {
-    const int64_t left = job.part_stop[part] - start, count = left < TOKENS ? left : TOKENS;
-    find_rows<T>(job, request, kv_head, start, count, &keys, &values);
-    score<T, HEADS>(keys, values, count, size, q, scores);
-    for (int h = 0; h < HEADS; ++h) factor[h] = soften(scores[h], count, state[h]);
-    add_values<T, HEADS>(values, count, size, scores, factor, sums, padded(size));
+  Rows<T> blocks[2];
+  Rows<T>*rows = &blocks[0], *next = &blocks[1];
+  int64_t start = job.part_start[part];
+  for (find_rows(job, part, kv_head, start, rows); rows->count > 0; start += TOKENS) {
+    find_rows(job, part, kv_head, start + TOKENS, next);
+    score<T, HEADS, WHOLE>(*rows, size, q, scores);
+    for (int h = 0; h < HEADS; ++h) factor[h] = soften(scores[h], rows->count, state[h]);
+    add_values<T, HEADS, WHOLE>(*rows, *next, size, scores, factor, sums);
+    Rows<T>* const done = rows;
+    rows = next;
+    next = done;
   }
   for (int h = 0; h < HEADS; ++h) {
     float* partial = job.partial + (part * job.heads + heads[h]) * job.partial_size;
     memcpy(partial, state[h], sizeof state[h]);
-    memcpy(partial + PARTIAL_HEAD, sums + h * padded(size), static_cast<size_t>(padded(size)) * sizeof(float));
+    memcpy(partial + PARTIAL_HEAD, sums + h * stride, static_cast<size_t>(stride) * sizeof(float));
   }
+}
+
+template <class T, int HEADS> void attend_some(const pd::Attention& job, int64_t part, int64_t kv_head, int64_t at) {
+  if (job.head_size % (2 * W) == 0) attend_heads<T, HEADS, true>(job, part, kv_head, job.group_heads + at);
+  else attend_heads<T, HEADS, false>(job, part, kv_head, job.group_heads + at);
 }
 
 template <class T> void attend_part(const pd::Attention& job, int64_t part, int64_t kv_head) {
   int64_t at = job.group_start[kv_head];
   const int64_t stop = job.group_start[kv_head + 1];
-  for (; at + SHARED <= stop; at += SHARED) attend_heads<T, SHARED>(job, part, kv_head, job.group_heads + at);
+  for (; at + SHARED <= stop; at += SHARED) attend_some<T, SHARED>(job, part, kv_head, at);
   switch (stop - at) {
-    case 3: return attend_heads<T, 3>(job, part, kv_head, job.group_heads + at);
-    case 2: return attend_heads<T, 2>(job, part, kv_head, job.group_heads + at);
-    case 1: return attend_heads<T, 1>(job, part, kv_head, job.group_heads + at);
+    case 3: return attend_some<T, 3>(job, part, kv_head, at);
+    case 2: return attend_some<T, 2>(job, part, kv_head, at);
+    case 1: return attend_some<T, 1>(job, part, kv_head, at);
   }
 }
 

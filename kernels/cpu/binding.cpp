@@ -22,7 +22,6 @@ namespace {
 
 using at::Tensor;
 constexpr int64_t PART = 512;  // tokens of one part of a context: fixed, so that no result depends on threads or batch
-constexpr int64_t MAX_HEAD_SIZE = 512;
 
 bool runs(const std::string& name) {
   __builtin_cpu_init();

@@ -33,6 +33,7 @@ template <class T> void argmax(const pd::Choice& job) {
       &job);
 }
 
+constexpr unsigned ALL = (1u << W) - 1u;
 constexpr float MAX_NOISE = 22.88f;  // no score exceeds its logit by more,
 constexpr float MIN_NOISE = -2.82f;  // nor falls below it by more: -log(-log1p(-(1 - 2**-24)))
 
@@ -42,7 +43,7 @@ inline void philox(U call, uint32_t position, uint64_t seed, U (&c)[4]) {
   c[1] = splat_u(position);
   c[2] = c[3] = splat_u(0);
   uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
-  for (int round = 0; round < 7; ++round, k0 += 0x9E3779B9u, k1 += 0xBB67AE85u) {
+  PD_UNROLL for (int round = 0; round < 7; ++round, k0 += 0x9E3779B9u, k1 += 0xBB67AE85u) {
     U high0, low0, high1, low1;
     multiply_wide(c[0], splat_u(0xD2511F53u), &high0, &low0);
     multiply_wide(c[2], splat_u(0xCD9E8D57u), &high1, &low1);
@@ -53,11 +54,13 @@ inline void philox(U call, uint32_t position, uint64_t seed, U (&c)[4]) {
   }
 }
 
-// -log(-log1p(-u)) of the words' uniforms.
-inline F noise(U word) {
+inline F uniform(U word) {
+  return min(fma(unsigned_to_f(word), splat(0x1p-32f), splat(0x1p-33f)), splat(1.0f - 0x1p-24f));
+}
+
+// -log(-log1p(-u))
+inline F noise(F u) {
   const F one = splat(1.0f);
-  F u = fma(unsigned_to_f(word), splat(0x1p-32f), splat(0x1p-33f));
-  u = min(u, splat(1.0f - 0x1p-24f));
   // log1p(-u) = log(y) - ((y - 1) + u) / y with y = 1 - u rounded: the second term is what the rounding lost.
   const F y = sub(one, u);
   const F lost = add(sub(y, one), u);
@@ -65,13 +68,22 @@ inline F noise(U word) {
   return sub(zero(), log(time));
 }
 
+// At least noise(u): the time is at least u, which is at least 2 to its exponent. The hundredth covers all rounding.
+inline F noise_limit(F u) {
+  constexpr float LOG_2 = 0.69314718f;
+  return fma(to_f(shift_right<23>(as_u(u))), splat(-LOG_2), splat(127 * LOG_2 + 0.01f));
+}
+
 struct Best {  // of each lane: its highest score, and the token that has it
   F score;
   U id;
 };
 
-inline void compare(Best* best, F logit, F floor, U word, U id) {
-  const F score = select(less(logit, floor), splat(-INFINITY), add(logit, noise(word)));
+// `leader`: a score already seen. Most tokens cannot reach it whatever their two logarithms come to.
+inline void compare(Best* best, F logit, F floor, float leader, U word, U id) {
+  const F u = uniform(word);
+  if (bits(less(add(logit, noise_limit(u)), splat(leader))) == ALL) return;
+  const F score = select(less(logit, floor), splat(-INFINITY), add(logit, noise(u)));
   const Mask higher = less(best->score, score);
   best->score = select(higher, score, best->score);
   best->id = select(higher, id, best->id);
@@ -112,12 +124,12 @@ int64_t race_row(const float* x, int64_t size, float floor, uint64_t seed, uint3
     const float limit = floor > hopeless ? floor : hopeless;
     F most = load(group);
     for (int64_t j = W; j < GROUP; j += W) most = max(most, load(group + j));
-    if (bits(less(most, splat(limit))) == (1u << W) - 1u) continue;
+    if (bits(less(most, splat(limit))) == ALL) continue;
     const U call = add(lane_numbers(), splat_u(static_cast<uint32_t>(base / 4)));
     U words[4];
     philox(call, position, seed, words);
-    for (uint32_t j = 0; j < 4; ++j)
-      compare(&best, every_fourth(group + j), splat(floor), words[j], add(shift_left<2>(call), splat_u(j)));
+    PD_UNROLL for (uint32_t j = 0; j < 4; ++j)
+      compare(&best, every_fourth(group + j), splat(floor), leader, words[j], add(shift_left<2>(call), splat_u(j)));
     if (bits(less(splat(leader), best.score))) {
       leader = largest(best.score);
       hopeless = leader - MAX_NOISE > hopeless ? leader - MAX_NOISE : hopeless;

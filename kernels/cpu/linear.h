@@ -22,8 +22,6 @@ constexpr int vectors_for(int rows) {
   return REGISTERS == 32 ? (rows <= 2 ? 8 : rows <= 6 ? 4 : 2) : (rows == 1 ? 8 : rows <= 3 ? 4 : 2);
 }
 
-#define PD_UNROLL _Pragma("GCC unroll 16")
-
 #if defined(PD_AVX512BF16)
 
 using XWord = uint32_t;  // two neighbouring inputs in bf16

@@ -5,7 +5,8 @@
 
 namespace pd {
 
-constexpr int PANEL = 16;  // outputs of a linear that stand side by side
+constexpr int PANEL = 16;            // outputs of a linear that stand side by side
+constexpr int MAX_HEAD_SIZE = 512;  // of attention: what its stack holds
 
 // Calls body(context, begin, end) over pieces of [0, size), on several threads where that pays; returns when all ended.
 using Body = void (*)(const void* context, int64_t begin, int64_t end);

@@ -8,6 +8,8 @@
 #include <cstdint>
 #include <cstring>
 
+#define PD_UNROLL _Pragma("GCC unroll 16")  // of a loop over registers: -O2 would keep them in memory
+
 namespace {
 
 using bf16 = uint16_t;  // the upper half of a float's bits
@@ -32,6 +34,7 @@ inline F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }  // a * b + c
 inline F round_even(F a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 inline float sum(F a) { return _mm512_reduce_add_ps(a); }
 inline float largest(F a) { return _mm512_reduce_max_ps(a); }
+inline __m256 halved(F a) { return _mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1)); }
 
 inline Mask less(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
 inline Mask equal(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
@@ -105,6 +108,8 @@ inline float largest(F a) {
   return _mm_cvtss_f32(_mm_max_ss(x, _mm_movehdup_ps(x)));
 }
 
+inline __m256 halved(F a) { return a; }
+
 inline Mask less(F a, F b) { return _mm256_cmp_ps(a, b, _CMP_LT_OQ); }
 inline Mask equal(F a, F b) { return _mm256_cmp_ps(a, b, _CMP_EQ_OQ); }
 inline Mask unordered(F a) { return _mm256_cmp_ps(a, a, _CMP_UNORD_Q); }
@@ -159,6 +164,13 @@ inline void store_upper_halves(bf16* p, U a) {
 // ---- from here on nothing knows the instruction set -------------------------------------------------------------
 
 constexpr uint32_t UPPER = 0xffff0000u;
+
+// The four registers' sums, side by side.
+inline void sum_four(const F (&x)[4], float* p) {
+  const __m256 pairs = _mm256_hadd_ps(halved(x[0]), halved(x[1])), others = _mm256_hadd_ps(halved(x[2]), halved(x[3]));
+  const __m256 quarters = _mm256_hadd_ps(pairs, others);
+  _mm_storeu_ps(p, _mm_add_ps(_mm256_castps256_ps128(quarters), _mm256_extractf128_ps(quarters, 1)));
+}
 
 // A float's bits rounded to the nearest bf16, ties to even, in the upper half; the lower half is left over. NaN stays.
 inline U round_bits(F a) {
