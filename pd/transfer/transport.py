@@ -49,6 +49,7 @@ class JobFailed:
     job: int
     peer: str
     reason: str
+    may_land: bool = False  # rule 3: of a lost or severed peer, what the network has already
 
 
 @dataclass(frozen=True, slots=True)

@@ -335,6 +335,7 @@ class WriteDone(Message, frozen=True):
     error: str | None
     nbytes: int
     seconds: float
+    may_land: bool = False  # it failed, and bytes of it may land until the peer ends or severs us
 
 
 class Group(Message, frozen=True):
