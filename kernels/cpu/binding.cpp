@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "ops.h"
+#include "shm_group.h"
 
 namespace pd {
 
@@ -334,6 +335,41 @@ Tensor race(const Tensor& x, const Tensor& floor, const Tensor& seed, const Tens
   return ids;
 }
 
+// ---- collectives ----------------------------------------------------------------------------------------------------
+
+void check_signals() {  // so that Ctrl-C and SIGTERM are heard while a rank waits for another
+  pybind11::gil_scoped_acquire hold;
+  if (PyErr_CheckSignals() != 0) throw pybind11::error_already_set();
+}
+
+void check_whole(const Tensor& x) {
+  TORCH_CHECK(x.device().is_cpu() && x.is_contiguous(), "collectives take contiguous CPU tensors, got strides ",
+              x.strides(), " on ", x.device());
+}
+
+void all_reduce(ShmGroup& group, const Tensor& x) {
+  check_whole(x);
+  group.all_reduce(x.mutable_data_ptr(), x.numel(), x.element_size(),
+                   is_bf16(x, "x") ? chosen->add_up_bf16 : chosen->add_up_f32, check_signals);
+}
+
+std::optional<Tensor> gather_to_first(ShmGroup& group, const Tensor& x) {
+  check_whole(x);
+  std::optional<Tensor> gathered;
+  if (group.rank() == 0) {
+    std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
+    sizes.insert(sizes.begin(), group.size());
+    gathered = at::empty(sizes, x.options());
+  }
+  group.gather(x.const_data_ptr(), x.nbytes(), gathered ? gathered->mutable_data_ptr() : nullptr, check_signals);
+  return gathered;
+}
+
+void broadcast(ShmGroup& group, const Tensor& x) {
+  check_whole(x);
+  group.broadcast(x.mutable_data_ptr(), x.nbytes(), check_signals);
+}
+
 }  // namespace
 }  // namespace pd
 
@@ -349,4 +385,12 @@ PYBIND11_MODULE(_cpu_ops, m) {
   m.def("rope_and_write", &pd::rope_and_write, release());
   m.def("argmax", &pd::argmax, release());
   m.def("race", &pd::race, release());
+  pybind11::register_exception<pd::GroupBroken>(m, "GroupBroken");
+  m.def("make_region", &pd::make_region);
+  pybind11::class_<pd::ShmGroup>(m, "ShmGroup")
+      .def(pybind11::init<int, int, int, int64_t, double>())
+      .def("all_reduce", &pd::all_reduce, release())
+      .def("gather_to_first", &pd::gather_to_first, release())
+      .def("broadcast", &pd::broadcast, release())
+      .def("close", &pd::ShmGroup::close, release());
 }

@@ -5,6 +5,7 @@
 #include "linear.h"
 #include "choose.h"
 #include "layer.h"
+#include "reduce.h"
 
 #if defined(PD_AVX512BF16)
 #define PD_TABLE table_avx512bf16
@@ -21,9 +22,24 @@ namespace pd {
 
 const Table& PD_TABLE() {
   static constexpr Table table = {
-      PD_NAME,     linear_scratch,      linear<bf16>, linear<float>, attend<bf16>, attend<float>,
-      partial_size, norm<bf16>,         norm<float>,  silu<bf16>,    silu<float>,  rope<bf16>,
-      rope<float>,  argmax<bf16>,       argmax<float>, race,
+      PD_NAME,
+      linear_scratch,
+      linear<bf16>,
+      linear<float>,
+      attend<bf16>,
+      attend<float>,
+      partial_size,
+      norm<bf16>,
+      norm<float>,
+      silu<bf16>,
+      silu<float>,
+      rope<bf16>,
+      rope<float>,
+      argmax<bf16>,
+      argmax<float>,
+      race,
+      add_up<bf16>,
+      add_up<float>,
   };
   return table;
 }

@@ -104,6 +104,8 @@ struct Table {
   void (*argmax_bf16)(const Choice&);
   void (*argmax_f32)(const Choice&);
   void (*race)(const Choice&);
+  void (*add_up_bf16)(const void* const* sources, int num_sources, int64_t size, void* out);
+  void (*add_up_f32)(const void* const* sources, int num_sources, int64_t size, void* out);
 };
 
 const Table& table_avx2();

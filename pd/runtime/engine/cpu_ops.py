@@ -28,10 +28,13 @@ from pd.runtime.engine import cpu_build, noise
 # M rows, N outputs, I inputs of a linear; B requests, T tokens, H query heads, K kv heads, E head size, D =
 # E/2 P pages, S tokens a page, L pages of a request's table, V vocabulary, R rows drawn at random
 
+FEW_ROWS = 32
+"""With avx512_bf16: up to here a linear waits for its weights, beyond it oneDNN's blocking, or AMX, pays."""
 WIDEN_FROM_ROWS = 4
 """Without C++ and without avx512_bf16: from here on widening the weight and a float32 GEMM beat torch's
 bf16 linear (0.44 against 0.81 ms at 4 rows of 576 -> 1536, 16 against 118 ms at 512 rows, one Zen 3
 core)."""
+_DTYPES = (torch.bfloat16, torch.float32)
 WIDEN_OUTPUTS = 1024
 """Outputs widened at a time: the scratch stays in cache and out of mmap's reach."""
 
@@ -51,33 +54,44 @@ class Packed:
     num_outputs: int
     num_inputs: int
     dtype: torch.dtype
-    panels: Tensor | None  # C++: 16 outputs side by side, inputs in pairs
-    weight_NI: Tensor | None  # the given tensor itself, where C++ does not take it
+    panels: Tensor | None  # C++'s: 16 outputs side by side, inputs in pairs
+    onednn: Tensor | None  # oneDNN's, opaque
+    weight_NI: Tensor | None  # the given tensor itself, where neither takes it
 
 
 def pack(weight_NI: Tensor) -> Packed:
-    """Prepare a weight for `linear`. With C++ the result is a copy and the given tensor may be freed."""
+    """Prepare a weight for `linear`. With C++ the result is a copy and the given tensor may be freed.
+
+    With C++ and avx512_bf16 it is two: one for few rows, one in oneDNN's order for many.
+    """
     num_outputs, num_inputs = weight_NI.shape
-    native = cpu_build.load().module
-    if native is None or not _is_ours(weight_NI):
-        return Packed(num_outputs, num_inputs, weight_NI.dtype, None, weight_NI)
-    return Packed(num_outputs, num_inputs, weight_NI.dtype, native.pack(weight_NI.contiguous()), None)
+    native = _native_for(weight_NI)
+    onednn = None
+    if weight_NI.is_cpu and weight_NI.dtype == torch.bfloat16 and cpu_build.has_bf16_gemm():
+        onednn = torch.ops.mkldnn._reorder_linear_weight(weight_NI.to_mkldnn())
+    panels = None if native is None else native.pack(weight_NI.contiguous())
+    given_NI = weight_NI if panels is None and onednn is None else None
+    return Packed(num_outputs, num_inputs, weight_NI.dtype, panels, onednn, given_NI)
 
 
 def linear(x_MI: Tensor, packed: Packed, bias_N: Tensor | None = None) -> Tensor:
-    """x @ weight.T + bias, in x's dtype. x: any leading dims, unit stride in the last; x and bias of the
-    weight's dtype.
+    """x @ weight.T + bias, in x's dtype. x: any leading dims, unit stride in the last; x and bias of the weight's
+    dtype.
 
-    With C++ each output is one chain of fused multiply-adds over the inputs in order, in float32 (on
-    avx512_bf16: of their pairs), then bias, then one rounding: a row's bits are the same for every number
-    of rows, threads and batch.
+    In C++ each output is one chain of fused multiply-adds over the inputs in order, in float32 (with avx512_bf16:
+    over pairs of inputs), then bias, then one rounding. So a row's bits are the same for every number of rows and
+    threads; with avx512_bf16 for up to FEW_ROWS rows, beyond which oneDNN computes.
     """
-    native = cpu_build.load().module
-    if packed.panels is not None and native is not None:
-        return native.linear(x_MI, packed.panels, packed.num_outputs, bias_N)
-    assert packed.weight_NI is not None
     num_rows = x_MI.numel() // packed.num_inputs
-    if x_MI.dtype == torch.bfloat16 and num_rows >= WIDEN_FROM_ROWS and not cpu_build.has_bf16_gemm():
+    if packed.panels is not None and (packed.onednn is None or num_rows <= FEW_ROWS):
+        native = cpu_build.load().module
+        assert native is not None
+        return native.linear(x_MI, packed.panels, packed.num_outputs, bias_N)
+    if packed.onednn is not None:
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x_MI, packed.onednn, bias_N, "none", [], "")
+        return out
+    assert packed.weight_NI is not None
+    if x_MI.dtype == torch.bfloat16 and x_MI.is_cpu and num_rows >= WIDEN_FROM_ROWS:
         return _widened_linear(x_MI, packed.weight_NI, bias_N)
     return linear_reference(x_MI, packed.weight_NI, bias_N)
 
@@ -119,8 +133,8 @@ def paged_decode(
     ceil(length / page size) are read. lengths_B: int32, of the context, new token included; a row of length 0
     answers zeros.
     """
-    native = cpu_build.load().module
-    if native is None or not _is_ours(q_BHE):
+    native = _native_for(q_BHE)
+    if native is None:
         return paged_decode_reference(q_BHE, pools, table_BL=table_BL, lengths_B=lengths_B, heads=heads)
     return native.paged_decode(
         q_BHE, pools, (table_BL, lengths_B), heads.kv_head_of_query_H, heads.scale, heads.window or 0
@@ -157,8 +171,8 @@ def rms_norm(x_TI: Tensor, weight_I: Tensor, eps: float, residual_TI: Tensor | N
     and strides of rows; it is not changed. In bf16 the sum and the normed value are rounded before the
     weight, as transformers do.
     """
-    native = cpu_build.load().module
-    if native is None or not _is_ours(x_TI):
+    native = _native_for(x_TI)
+    if native is None:
         return rms_norm_reference(x_TI, weight_I, eps, residual_TI)
     return native.rms_norm(x_TI, weight_I, eps, residual_TI)
 
@@ -173,8 +187,8 @@ def rms_norm_reference(x_TI: Tensor, weight_I: Tensor, eps: float, residual_TI: 
 
 def silu_mul(gate_up_TI: Tensor) -> Tensor:
     """silu(first half of the last dim) * second half. In bf16 the silu is rounded before the product."""
-    native = cpu_build.load().module
-    if native is None or not _is_ours(gate_up_TI):
+    native = _native_for(gate_up_TI)
+    if native is None:
         return silu_mul_reference(gate_up_TI)
     return native.silu_mul(gate_up_TI)
 
@@ -199,8 +213,8 @@ def rope_and_write(
     as transformers' rotate_half; elements from 2D on pass unrotated. pools: k_PKSE, v_PKSE, views with unit
     stride in E. pages_T, offsets_T: int64; token t goes to (page, offset in page).
     """
-    native = cpu_build.load().module
-    if native is None or not _is_ours(qkv[0]):
+    native = _native_for(qkv[0])
+    if native is None:
         rope_and_write_reference(qkv, angles, pools, pages_T=pages_T, offsets_T=offsets_T)
     else:
         native.rope_and_write(qkv, angles, pools, (pages_T, offsets_T))
@@ -235,8 +249,8 @@ def _rotate(x_THE: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
 
 def argmax(x_BV: Tensor) -> Tensor:
     """The largest of each row, the lowest index on ties. int64."""
-    native = cpu_build.load().module
-    if native is None or not _is_ours(x_BV):
+    native = _native_for(x_BV)
+    if native is None:
         return argmax_reference(x_BV)
     return native.argmax(x_BV)
 
@@ -247,14 +261,16 @@ def argmax_reference(x_BV: Tensor) -> Tensor:
 
 def race(logits_RV: Tensor, floor_R: Tensor, seed_R: Tensor, position_R: Tensor) -> Tensor:
     """`noise.race`, to which this is equal but where two scores agree to the last bits of a logarithm."""
-    native = cpu_build.load().module
-    if native is None or not _is_ours(logits_RV):
+    native = _native_for(logits_RV)
+    if native is None:
         return noise.race(logits_RV, floor_R, seed_R, position_R)
     return native.race(logits_RV, floor_R, seed_R, position_R)
 
 
-def _is_ours(x: Tensor) -> bool:
-    return x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float32)
+def _native_for(x: Tensor) -> cpu_build.NativeOps | None:
+    """The C++ ops if they were built and take such a tensor. 0.3 µs; asking for `device.type` alone costs 1."""
+    native = cpu_build.load().module
+    return native if native is not None and x.is_cpu and x.dtype in _DTYPES else None
 
 
 def main(argv: Sequence[str]) -> int:
