@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
+import torch
 
+from pd.runtime.engine.attention import has_native
 from pd.runtime.engine.build import Engine
-from pd.runtime.wire.messages import SlotInit, StepKind, StepPlan
+from pd.runtime.wire.messages import Sampling, SlotInit, StepKind, StepPlan, Token
 from tests.engine.driving import Driver, build_engine, generate, ids_of, prompt_of, rank_config
 from tests.tiny import VOCAB_SIZE, make_tiny
 
@@ -93,3 +95,29 @@ def test_longest_request_fills_the_last_position(engine: Engine) -> None:
     limit = engine.card.max_model_len
     tokens = prompt(limit - 1, 10)
     assert len(generate(engine, tokens, 1, pieces=(200, 200))) == 1
+
+
+@pytest.mark.skipif(
+    not has_native(torch.empty(0)), reason="the C++ ops are not built here, and BLAS promises no such thing"
+)
+def test_decode_is_the_same_bits_in_any_batch(engine: Engine) -> None:
+    prompts = {slot: prompt(5 + 9 * slot, slot) for slot in range(6)}
+    ask = Sampling(max_tokens=9, temperature=0.0, logprobs=5)
+
+    def decode(slots: Sequence[int]) -> dict[int, list[Token]]:
+        driver = Driver(engine, seed=len(slots))
+        answers: dict[int, list[Token]] = {slot: [] for slot in slots}
+        for slot in slots:
+            driver.admit(slot, prompts[slot], ask)
+            driver.run((slot, 0, len(prompts[slot]), True))
+        for step in range(4):
+            tokens = driver.run(*((s, len(prompts[s]) + step, len(prompts[s]) + step + 1, True) for s in slots))
+            for slot, token in zip(slots, tokens, strict=True):
+                answers[slot].append(token)
+        for slot in slots:
+            driver.retire(slot)
+        driver.run()
+        return answers
+
+    together = decode(range(6))
+    assert together == {slot: decode([slot])[slot] for slot in range(6)}

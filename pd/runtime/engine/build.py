@@ -16,10 +16,10 @@ from typing import TypeVar
 import torch
 
 from pd.runtime.config import ConfigError, InstanceConfig, RankConfig
+from pd.runtime.engine import cpu_ops
 from pd.runtime.engine.attention import Attention, has_native
 from pd.runtime.engine.inputs import Slots
 from pd.runtime.engine.kv_pool import KVPool, count_pages, make_pool
-from pd.runtime.engine.layers import linear_kind
 from pd.runtime.engine.mesh import Mesh, make_mesh
 from pd.runtime.engine.models.llama import Llama
 from pd.runtime.engine.runner import Runner
@@ -191,9 +191,10 @@ def _load(
     slots = Slots(num_slots=num_slots, max_model_len=max_model_len, page_size=instance.kv.page_size, device=device)
     sampler = Sampler(vocab_size=spec.vocab_size, max_slots=num_slots, device=device)
     runner = Runner(model, pool, mesh, attention=attention, slots=slots, sampler=sampler)
+    where = f"{torch.get_num_threads()} threads, {cpu_ops.describe()}" if device.type == "cpu" else str(device)
     note = (
-        f"{checked.layout.dtype}, {torch.get_num_threads()} threads, linear {linear_kind(like)}, "
-        f"attention {attention.note}, sums {mesh.note}, weights {reader.nbytes / 2**20:.0f} MiB"
+        f"{checked.layout.dtype}, {where}, attention {attention.note}, sums {mesh.note}, "
+        f"weights {reader.nbytes / 2**20:.0f} MiB"
     )
     card = _card(config, checked, max_model_len)
     return Engine(card, checked.layout, pool.shard, note=note, runner=runner, mesh=mesh)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pd.runtime.engine import cpu_build, cpu_ops
+from pd.runtime.engine import cpu_ops
 
 # T tokens of the step, N outputs, I inputs, V this rank's vocabulary
 
@@ -18,38 +17,14 @@ Linear = Callable[[Tensor], Tensor]
 
 
 def make_linear(weight_NI: Tensor, bias_N: Tensor | None = None) -> Linear:
-    """x @ weight.T + bias, by the fastest form this machine has for this weight.
+    """x @ weight.T + bias, in the form that `cpu_ops.pack` takes this weight for.
 
-    On CPU the C++ op where it was built: a row's bits are then the same in any batch, which no BLAS gives (so a
-    request's answer does not depend on its neighbours), and on Zen 3 it takes 1/1 to 1/3.5 of MKL's time in float32,
-    1/1.6 to 1/2.3 of torch's in bf16. Else bf16 takes oneDNN with the weight packed once (2x of F.linear with
-    avx512_bf16: that repacks on each call), or float32 GEMMs. float32 is never computed in less.
+    In C++ a row's bits are the same in any batch, which no BLAS gives, so that a request's answer does not depend on
+    its neighbours; and on one Zen 3 core it takes 1/1 to 1/3.5 of MKL's time in float32, 1/1.6 to 1/2.3 of torch's in
+    bf16 (512 rows to 1 row; 576 -> 960, 3072, 49152).
     """
-    match linear_kind(weight_NI):
-        case "C++" | "widened":
-            packed = cpu_ops.pack(weight_NI)
-            return lambda x_TI: cpu_ops.linear(x_TI, packed, bias_N)
-        case "oneDNN":
-            return _onednn_linear(weight_NI, bias_N)
-        case _:
-            return lambda x_TI: F.linear(x_TI, weight_NI, bias_N)
-
-
-def linear_kind(like: Tensor) -> str:
-    """What `make_linear` takes for a weight of this device and dtype; a word for the start-up line."""
-    if like.device.type != "cpu" or like.dtype not in (torch.float32, torch.bfloat16):
-        return "torch"
-    if cpu_build.load().module is not None:
-        return "C++"
-    if like.dtype == torch.float32:
-        return "torch"
-    return "oneDNN" if cpu_build.has_bf16_gemm() else "widened"
-
-
-def _onednn_linear(weight_NI: Tensor, bias_N: Tensor | None) -> Linear:
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight_NI.to_mkldnn())
-    pointwise = torch.ops.mkldnn._linear_pointwise
-    return lambda x_TI: pointwise(x_TI, packed, bias_N, "none", [], "")
+    packed = cpu_ops.pack(weight_NI)
+    return lambda x_TI: cpu_ops.linear(x_TI, packed, bias_N)
 
 
 @dataclass(frozen=True, slots=True)
