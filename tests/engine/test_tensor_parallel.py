@@ -18,6 +18,22 @@ from tests.tiny import make_tiny
 ROOT = Path(__file__).parents[2]
 
 
+def run_group(what: str, tp: int, folder: Path) -> list[list[object]]:
+    program = [sys.executable, "-m", "tests.engine.tp_group", what, str(tp), f"file://{folder}/meet"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    ran = subprocess.run(program, cwd=ROOT, env=environment, stdout=subprocess.PIPE, timeout=240, check=True)
+    told: list[list[object]] = json.loads(ran.stdout)
+    return told
+
+
+@pytest.mark.parametrize("mesh", ["gloo", "auto"])
+def test_collectives_tell_every_rank_the_same(mesh: str, tmp_path: Path) -> None:
+    ranks = run_group(mesh, 3, tmp_path)
+    gathered = [[[0, 7], [0.5, 8]], [[1, 7], [1.5, 8]], [[2, 7], [2.5, 8]]]
+    for rank, told in enumerate(ranks):
+        assert told == [[[3], [3, 6, 9, 12, 15]], gathered if rank == 0 else None, [40, 50], 98], f"rank {rank}"
+
+
 @pytest.mark.parametrize(("family", "tp"), [("llama", 2), ("qwen2", 3), ("qwen3", 4), ("mistral", 8)])
 def test_ranks_together_answer_as_one(family: str, tp: int, tmp_path: Path) -> None:
     overrides: dict[str, object] = {"sliding_window": 11} if family == "mistral" else {}
@@ -25,10 +41,7 @@ def test_ranks_together_answer_as_one(family: str, tp: int, tmp_path: Path) -> N
         overrides = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
     checkpoint = make_tiny(family, tmp_path / "model", seed=3, **overrides)
     expected = answers(checkpoint, 0, 1, "")
-    program = [sys.executable, "-m", "tests.engine.tp_group", str(checkpoint), str(tp), f"file://{tmp_path}/meet"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    ran = subprocess.run(program, cwd=ROOT, env=environment, stdout=subprocess.PIPE, timeout=240, check=True)
-    told = json.loads(ran.stdout)
+    told = run_group(str(checkpoint), tp, tmp_path)
     assert told[0] == expected
     assert told[1:] == [[[]] * len(PROMPTS)] * (tp - 1), "only rank 0 reports tokens"
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from pd.runtime.config import ConfigError, InstanceConfig, RankConfig
 from pd.runtime.engine import cpu_ops
@@ -69,12 +70,11 @@ def build(config: RankConfig, transport: Transport, report: Callable[[int, int],
 
     `report(done_bytes, total_bytes)` is called as weights are read. Raises ConfigError for what a person can mend.
     """
-    instance = config.instance
-    plan = _check(config)
-    mesh = make_mesh(instance.device.tp, config.rank, device=plan.device, rendezvous=config.rendezvous)
+    checked = _check(config)
+    mesh = make_mesh(config.instance.device.tp, config.rank, like=checked.like, rendezvous=config.rendezvous)
     try:
         with torch.inference_mode():
-            return _load(config, plan, mesh, transport=transport, report=report)
+            return _load(config, checked, mesh, transport=transport, report=report)
     except BaseException:
         mesh.close()
         raise
@@ -90,6 +90,11 @@ class _Checked:
     device: torch.device
     dtype: torch.dtype
     layout: KVLayout
+
+    @property
+    def like(self) -> Tensor:
+        """An empty tensor of the model's dtype and device."""
+        return torch.empty(0, dtype=self.dtype, device=self.device)
 
 
 def _check(config: RankConfig) -> _Checked:
@@ -184,7 +189,7 @@ def _load(
         model = Llama(spec, share, mesh, reader=reader, max_model_len=limit)
     pool = _pool(instance, checked, mesh, transport=transport)
     max_model_len = min(limit, pool.shard.num_pages * instance.kv.page_size)
-    like = torch.empty(0, dtype=checked.dtype, device=device)
+    like = checked.like
     max_context = -(-max_model_len // instance.kv.page_size) * instance.kv.page_size
     attention = Attention(spec, share, max_context=max_context, like=like, use_native=has_native(like))
     num_slots = instance.step.max_running

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pd.runtime.engine import shm_group
+
 # B rows, V vocabulary of the model, W of the widest rank
 
 
@@ -37,11 +39,20 @@ class Mesh(Protocol):
     def close(self) -> None: ...
 
 
-def make_mesh(tp: int, rank: int, *, device: torch.device, rendezvous: str) -> Mesh:
-    """Meet the other ranks at `rendezvous` (an init_method of torch.distributed). Blocks until all are there."""
+def make_mesh(tp: int, rank: int, *, like: Tensor, rendezvous: str) -> Mesh:
+    """Meet the other ranks at `rendezvous` (an init_method of torch.distributed). Blocks until all are there.
+
+    `like`: of the dtype and device that sums will have. Between CPU ranks they go through shared memory where the
+    C++ ops are built: gloo takes 300 µs where that takes 10, twice a layer.
+    """
     if tp == 1:
         return Alone()
-    return Distributed(tp, rank, device=device, rendezvous=rendezvous)
+    distributed = Distributed(tp, rank, device=like.device, rendezvous=rendezvous)
+    if like.device.type == "cpu" and like.dtype in (torch.float32, torch.bfloat16):
+        group = shm_group.join(rank, tp)
+        if group is not None:
+            return SharedMemory(group, distributed)
+    return distributed
 
 
 class Alone:
@@ -100,3 +111,25 @@ class Distributed:
 
     def close(self) -> None:
         dist.destroy_process_group()
+
+
+class SharedMemory:
+    """Between CPU ranks of one host; what happens once, at start, still goes through torch.distributed."""
+
+    note = "shared memory"
+
+    def __init__(self, group: shm_group.ShmGroup, distributed: Distributed) -> None:
+        self.tp = group.size
+        self.rank = group.rank
+        self._distributed = distributed
+        self._group = group
+        self.all_reduce = group.all_reduce_
+        self.gather_to_first = group.gather_to_first
+        self.broadcast = group.broadcast
+
+    def minimum(self, value: int) -> int:
+        return self._distributed.minimum(value)
+
+    def close(self) -> None:
+        self._group.close()
+        self._distributed.close()
