@@ -9,7 +9,7 @@ Rules
 
     writing end  QUEUED ─start─► COMPUTING ─computed─► DRAINING ─drained─► DONE       says Landed
                  any of these ─stop | timeout─► STOPPING ─drained─► DONE              says Fenced
-                 any of these ─peer lost─► ABANDONED ─drained─► DONE                  says nothing
+                 any of these ─peer lost | doubt─► ABANDONED ─drained─► DONE          says nothing
     other end    RESERVED ─landed─► DONE                                              the pages are in use
                  RESERVED ─cancel | timeout─► FENCING ─fenced | landed─► DONE         says Stop until answered
                  RESERVED, FENCING ─peer lost, or it does not answer─► SEVERING ─severed─► DONE
@@ -29,6 +29,7 @@ class Event(Enum):
     COMPUTED = auto()  # writing end: the last chunk is done and its token known
     DRAINED = auto()  # writing end: no write of this handoff is in flight or planned
     STOP = auto()  # writing end: write no more (the peer asked, or it failed or ended here)
+    DOUBT = auto()  # writing end: a write failed, and bytes of it may land all the same
     LANDED = auto()  # other end: every page is here, with the first token
     FENCED = auto()  # other end: the writer promises that no write will come
     CANCEL = auto()  # other end: the pages are no longer wanted
@@ -86,13 +87,16 @@ OUTBOX: Table[OutboxState] = {
     (_O.COMPUTING, _E.COMPUTED): (_O.DRAINING, ()),
     (_O.COMPUTING, _E.STOP): (_O.STOPPING, ()),
     (_O.COMPUTING, _E.TIMEOUT): (_O.STOPPING, ()),
+    (_O.COMPUTING, _E.DOUBT): (_O.ABANDONED, ()),  # no promise can be made: only severing us is a proof
     (_O.COMPUTING, _E.PEER_LOST): (_O.ABANDONED, ()),
     (_O.DRAINING, _E.DRAINED): (_O.DONE, (_F.SEND_LANDED, _F.FREE)),
     (_O.DRAINING, _E.STOP): (_O.STOPPING, ()),
     (_O.DRAINING, _E.TIMEOUT): (_O.STOPPING, ()),
+    (_O.DRAINING, _E.DOUBT): (_O.ABANDONED, ()),
     (_O.DRAINING, _E.PEER_LOST): (_O.ABANDONED, ()),
     (_O.STOPPING, _E.DRAINED): (_O.DONE, (_F.SEND_FENCED, _F.FREE)),
     (_O.STOPPING, _E.TIMEOUT): (_O.STOPPING, (_F.SEVER,)),  # makes the writes fail, and thereby end
+    (_O.STOPPING, _E.DOUBT): (_O.ABANDONED, ()),
     (_O.STOPPING, _E.PEER_LOST): (_O.ABANDONED, ()),
     (_O.ABANDONED, _E.DRAINED): (_O.DONE, (_F.FREE,)),
     (_O.ABANDONED, _E.TIMEOUT): (_O.ABANDONED, (_F.SEVER,)),

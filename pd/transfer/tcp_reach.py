@@ -110,7 +110,7 @@ class Peer:
             return
         self.state = State.UP
         self._deadline = None
-        self._fail_broken_off()
+        self._fail_broken_off(may_land=False)
         self.flush(now)
 
     def landed(self, ticket: int, lane: int) -> None:
@@ -157,17 +157,19 @@ class Peer:
         self._hang_up()
         with self._lock:
             self.state = State.GONE
-            left = [*self._open.values(), *self._waiting]
+            sent, unsent = list(self._open.values()), list(self._waiting)
             self._open.clear()
             self._waiting.clear()
-        self._fail_broken_off()
-        said: list[Completion] = [JobFailed(job.job, self.name, reason) for job in left]
+        self._fail_broken_off(may_land=True)
+        said: list[Completion] = [JobFailed(job.job, self.name, reason, may_land=True) for job in sent]
+        said += [JobFailed(job.job, self.name, reason) for job in unsent]
         if not is_ours:
             said.append(PeerLost(self.name, reason))
         self.ours.outbox.put(*said)
 
-    def _fail_broken_off(self) -> None:
-        self.ours.outbox.put(*(JobFailed(job.job, self.name, self._why_broken) for job in self._broken_off))
+    def _fail_broken_off(self, *, may_land: bool) -> None:
+        why = self._why_broken
+        self.ours.outbox.put(*(JobFailed(job.job, self.name, why, may_land) for job in self._broken_off))
         self._broken_off.clear()
 
     def _hang_up(self) -> None:

@@ -71,6 +71,8 @@ class PrefillPart:
 
     def stop(self, sender: Peer, handle: Handle, *, now: float) -> list[Effect] | None:
         """The peer wants no more writes. None if there is no such handoff."""
+        if self.outboxes.is_doubtful(handle):
+            return []  # it asks again, and severs us in the end
         outbox = self.outboxes.find(handle)
         if outbox is None:
             return None
@@ -103,14 +105,19 @@ class PrefillPart:
     def write_done(self, done: WriteDone, now: float) -> list[Effect]:
         """Every rank has ended this job."""
         outbox = self.outboxes.end_job(done, now)
-        if done.error is not None:
-            reason = f"write to {outbox.life.name} failed: {done.error}"
-            return self.fail(outbox.request.handle, Stage.TRANSFER, reason=reason, now=now)
-        return self.outboxes.settle(outbox, now)
+        if done.error is None:
+            self.outboxes.trust(outbox.life, done.job)
+            return self.outboxes.settle(outbox, now)
+        if done.may_land:
+            self.outboxes.doubt(outbox)
+        event = Event.DOUBT if done.may_land else Event.STOP
+        reason = f"write to {outbox.life.name} failed: {done.error}"
+        return self.fail(outbox.request.handle, Stage.TRANSFER, reason=reason, now=now, event=event)
 
     def lose(self, life: Peer, now: float) -> list[Effect]:
         """That life of a decode instance is over."""
         reason = f"decode instance {life.name} is lost"
+        self.outboxes.trust(life, None)
         return self._fail_all(life, Event.PEER_LOST, reason=reason, now=now)
 
     def unreachable(self, life: Peer, reason: str, *, now: float) -> list[Effect]:

@@ -30,7 +30,8 @@ class Tally:
         if answers is None:
             return None
         error = next((each.error for each in answers if each.error is not None), None)
-        return WriteDone(answer.job, error, sum(each.nbytes for each in answers), max(each.seconds for each in answers))
+        nbytes, seconds = sum(each.nbytes for each in answers), max(each.seconds for each in answers)
+        return WriteDone(answer.job, error, nbytes, seconds, any(each.may_land for each in answers))
 
     def severed(self, rank: int, answer: Severed) -> Severed | None:
         """Clean if it is on every rank, once all have answered."""

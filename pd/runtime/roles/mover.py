@@ -34,6 +34,7 @@ class _Share:
     nbytes: int = 0
     seconds: float = 0.0
     error: str | None = None
+    may_land: bool = False
 
 
 @dataclass(slots=True)
@@ -108,7 +109,8 @@ class Mover:
             match end:
                 case JobDone(job=number, nbytes=nbytes, seconds=seconds):
                     answers += self._end(number, nbytes, seconds, None)
-                case JobFailed(job=number, reason=reason):
+                case JobFailed(job=number, reason=reason, may_land=may_land):
+                    self._shares[number].may_land |= may_land
                     answers += self._end(number, 0, 0.0, reason)
                 case PeerLost(peer=name, reason=reason):
                     if life := self._owners.get(name):
@@ -130,6 +132,4 @@ def rank_name(worker: str, epoch: str, rank: int) -> str:
 
 
 def _done(share: _Share) -> WriteDone:
-    return WriteDone(share.job, share.error, share.nbytes, share.seconds)
-
-
+    return WriteDone(share.job, share.error, share.nbytes, share.seconds, share.may_land)
