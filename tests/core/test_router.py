@@ -224,6 +224,12 @@ def test_refused_for_now_waits_in_its_old_place_and_costs_no_attempt() -> None:
     assert not bench.endings_of("a")
 
 
+def test_only_who_was_asked_is_told_to_stop() -> None:
+    bench = pair_bench()
+    bench.submit("a")
+    assert [name for name, _ in sent(bench.abandon("a"), Cancel)] == ["d0"]
+
+
 def test_a_freed_place_ends_the_back_off_at_once() -> None:
     bench = pair_bench()
     handle = decoding(bench, "a", max_tokens=2)

@@ -181,13 +181,13 @@ class Answer:
     def let_go(self) -> list[Member]:
         """End the attempt. Returns who may still hold something of it, and must be told."""
         self.computed()
-        holders = [self.prefill] if self.prefill is not None else []
-        if self.decode is not None and self.decode is not self.prefill:
-            holders.append(self.decode)
-        for member in holders:
+        members = [member for member in dict.fromkeys((self.prefill, self.decode)) if member is not None]
+        for member in members:
             member.release(self.started_at)
+        if self.state is State.RESERVING:
+            members = [member for member in members if member is not self.prefill]  # it was not asked yet
         self.prefill = self.decode = None
-        return holders
+        return members
 
     def accept(self, position: int, tokens: tuple[Token, ...], finish: Finish | None) -> Piece | None:
         """Take what an instance reports, and return what thereby may go to the client."""
