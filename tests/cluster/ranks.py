@@ -121,6 +121,8 @@ class Ranks:
             self.owners[page] = Claim(handle, self._writers[handle])
 
     def say_unreachable(self, rank: int, peer: Peer) -> None:
+        if self._peers[rank].get(peer.name) == peer:
+            del self._peers[rank][peer.name]  # until it is attached again
         self._answer(rank, PeerUnreachable(*peer, reason="injected"))
 
     def die(self) -> None:
@@ -210,9 +212,9 @@ class Ranks:
                 del self._peers[rank][peer.name]
         self._answer(rank, Severed(*peer, clean=clean))
 
-    def _written(self, rank: int, job: int, error: str | None) -> None:
+    def _written(self, rank: int, job: int, error: str | None, may_land: bool) -> None:
         if self.is_alive:
-            self._answer(rank, WriteDone(job, error, nbytes=0, seconds=0.0))
+            self._answer(rank, WriteDone(job, error, nbytes=0, seconds=0.0, may_land=may_land))
 
     def _answer(self, rank: int, message: FromRank) -> None:
         """To the leader: late, but in order."""

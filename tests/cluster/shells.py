@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
-from functools import partial
 from typing import Protocol
 
 from pd.runtime.core.events import (
@@ -66,12 +65,22 @@ class Shell:
         self._clock_offset = clock_offset
         self._post = post
         self.paused_until = 0.0
+        self._inbox: deque[Event] = deque()  # while it is paused
 
     def start(self, rng: random.Random) -> None:
         self._clock.after(rng.uniform(0.0, TICK_S), self._tick)
 
+    @property
+    def is_paused(self) -> bool:
+        return self._clock.now < self.paused_until
+
     def pause(self, until: float) -> None:
         self.paused_until = max(until, self.paused_until)
+        self._clock.at(until, self._wake)
+
+    def _wake(self) -> None:
+        while self._inbox and not self.is_paused:
+            self.hear(self._inbox.popleft())
 
     def die(self) -> None:
         self.is_alive = False
@@ -85,8 +94,8 @@ class Shell:
         """Have the brain decide, and do what it says. A paused process hears it all later, in order."""
         if not self.is_alive:
             return
-        if self._clock.now < self.paused_until:
-            self._clock.at(self.paused_until, partial(self.hear, event))
+        if self.is_paused:
+            self._inbox.append(event)
             return
         try:
             if not isinstance(event, Tick):
@@ -128,6 +137,6 @@ class Shell:
 
     def _tick(self) -> None:
         if self.is_alive:
-            if self._clock.now >= self.paused_until:
+            if not self.is_paused:
                 self.hear(Tick())
             self._clock.after(TICK_S, self._tick)

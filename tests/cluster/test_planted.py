@@ -70,6 +70,14 @@ OUTBOX_FAULTS: dict[str, tuple[dict[tuple[OutboxState, On], Any], Profile]] = {
         },
         Profile.FAULTS,
     ),
+    "Fenced is said of failed writes whose bytes may still land": (
+        {
+            (C, On.DOUBT): (OutboxState.STOPPING, ()),
+            (D, On.DOUBT): (OutboxState.STOPPING, ()),
+            (OutboxState.STOPPING, On.DOUBT): (OutboxState.STOPPING, ()),
+        },
+        Profile.FAULTS,
+    ),
 }
 
 
@@ -138,6 +146,11 @@ def believe_any_life(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inbox.Inboxes, "fenced", believe)
 
 
+def forget_doubts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Stop is answered as if nothing of a lost peer's failed writes could land."""
+    monkeypatch.setattr(outbox.Outboxes, "doubt", lambda self, doubtful: None)
+
+
 FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Profile]] = {
     "nobody is severed who should be": (sever_nobody, Profile.CRASHES),
     "a new life's word is taken for its predecessor's": (believe_any_life, Profile.LATE),
@@ -145,6 +158,7 @@ FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Profile]] = {
     "the router has no deadlines": (have_no_deadlines, Profile.FAULTS),
     "the router passes tokens on as they come": (keep_no_order, Profile.FAULTS),
     "the router asks no stranger who it is": (ask_no_stranger, Profile.CRASHES),
+    "doubts are forgotten": (forget_doubts, Profile.FAULTS),
     "pages are free while a launched step writes them": (free_what_steps_in_flight_write, Profile.TIGHT),
 }
 

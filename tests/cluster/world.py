@@ -116,8 +116,8 @@ class World:
 
     def _leave(self, request_id: str) -> None:
         router = self._shells[ROUTER]
-        if self.clock.now < router.paused_until:  # it stands still, and the client's connection with it
-            self.clock.at(router.paused_until, partial(self._leave, request_id))
+        if router.is_paused:  # it stands still, and the client's connection with it
+            self.clock.at(router.paused_until + 1e-6, partial(self._leave, request_id))
         else:
             self.clients.leave(request_id, self._hear_router if router.is_alive else None)
 

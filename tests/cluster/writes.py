@@ -20,8 +20,8 @@ from tests.cluster.trace import Violation
 if TYPE_CHECKING:
     from tests.cluster.ranks import Ranks
 
-Ended = Callable[[str | None], None]
-"""Told to the leader: why the write failed, or None."""
+Ended = Callable[[str | None, bool], None]
+"""Told to the leader: why the write failed, or None; and whether bytes of it may land all the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Write:
     target: Ranks | None  # None: no life of that name was attached
     ended: Ended
     has_started: bool = False
-    is_orphan: bool = False  # its process died over it
+    is_orphan: bool = False  # its end was told, or nobody is left to tell; the network still has it
     is_over: bool = False
     heads: tuple[int, ...] = field(default=())
 
@@ -85,6 +85,7 @@ class DataPlane:
             return self._fail_or_hang(write, "the peer is dead")
         if self._is_severed(write):
             return self._fail_or_hang(write, "cut off by the peer")
+        self._renew(write)
         if rng.random() < self.odds.write_error:
             return self._clock.after(rng.uniform(0.0, 0.05), partial(self._break, write))
         seconds = rng.expovariate(1.0 / self.odds.write_s)
@@ -102,7 +103,7 @@ class DataPlane:
         """A rank cuts a peer off: its own writes to it fail, and move no more."""
         for write in [w for w in self._open if w.source is source and w.rank == rank and w.has_started]:
             if write.target is not None and write.target.life == peer:
-                self._end(write, "severed here")
+                self._lose(write, "severed here")
 
     def sever_inward(self, target: Ranks, peer: Peer) -> bool:
         """Whether nothing of `peer` can write into these pools any more."""
@@ -166,11 +167,33 @@ class DataPlane:
             self._end(write, None)
 
     def _break(self, write: Write) -> None:
-        if write.is_over:
+        if write.is_over or write.is_orphan:
             return
-        self._end(write, "injected")
         if self._rng.random() < self.odds.unreachable and write.target is not None:
+            self._lose(write, "injected: peer lost")
             write.source.say_unreachable(write.rank, write.target.life)
+        else:
+            self._end(write, "injected")
+
+    def _lose(self, write: Write, error: str) -> None:
+        """It fails, and what the network has of it may land or not: nobody confirmed that it ended.
+
+        Over shared memory, which is what cannot be severed, there is no network and no such doubt.
+        """
+        if write.is_orphan:
+            return
+        if not self.can_sever or self._rng.random() < 0.3:
+            self._end(write, error)
+            return
+        write.is_orphan = True
+        write.ended(error, True)
+        self._clock.after(self._rng.uniform(0.0, 2.5), partial(self._land_last, write))
+
+    def _renew(self, write: Write) -> None:
+        """The peer has confirmed a connection before the first byte moves: what lower ones had is over."""
+        for other in [w for w in self._open if w.is_orphan and w.source is write.source]:
+            if other.target is write.target and other.rank == write.rank:
+                self._end(other, None)
 
     def _fail_or_hang(self, write: Write, why: str) -> None:
         if self._rng.random() < 0.7:
@@ -181,7 +204,8 @@ class DataPlane:
             return
         write.is_over = True
         self._open.remove(write)
-        write.ended(error)
+        if not write.is_orphan:
+            write.ended(error, False)
 
     def _is_severed(self, write: Write) -> bool:
         target = write.target
