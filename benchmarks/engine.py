@@ -1,0 +1,189 @@
+"""One rank's steps beside their floors and beside transformers: `python -m benchmarks.engine [--threads N]`.
+
+Decode's floor is the weights' bytes over the memory read bandwidth, prefill's the multiply-adds over the GEMM peak,
+both measured in the same run. transformers' `generate` has the same checkpoint, dtype and threads. Everything takes
+turns and the best of all turns counts, since other processes share the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from pd.runtime.checkpoint import resolve
+from pd.runtime.config import DeviceConfig, InstanceConfig, KVConfig, ModelConfig, RankConfig, StepConfig
+from pd.runtime.engine.build import Engine, build
+from pd.runtime.wire.messages import Chunk, Role, Sampling, SlotInit, StepKind, StepPlan
+from pd.transfer.memory import MemoryHub, MemoryTransport
+
+PROMPT = 512  # tokens
+CONTEXT = 256  # tokens before the first decode step
+STEPS = 24
+ROUNDS = 3
+PAGE = 16
+
+
+class Ours:
+    """The engine, driven by plans as a leader drives it."""
+
+    def __init__(self, checkpoint: Path, dtype: str, threads: int) -> None:
+        instance = InstanceConfig(
+            role=Role.COLOCATED,
+            name="bench",
+            model=ModelConfig(model=str(checkpoint), dtype=dtype),
+            kv=KVConfig(num_pages=2048),
+            step=StepConfig(max_running=32),
+            device=DeviceConfig(device="cpu", threads=threads),
+        )
+        config = RankConfig(
+            rank=0, instance=instance, epoch="e", leader="", rendezvous="", checkpoint=str(checkpoint), parent=0
+        )
+        self.engine: Engine = build(config, MemoryTransport(me="bench", hub=MemoryHub()), lambda done, total: None)
+        self._step = 0
+
+    def prefill(self, batch: int, num_tokens: int) -> float:
+        """Seconds to compute `batch` prompts in one step each; leaves their slots filled."""
+        num_pages = -(-(num_tokens + STEPS + 1) // PAGE)
+        admits = tuple(
+            SlotInit(
+                slot,
+                tuple((7 * slot + 13 * i) % 40000 + 100 for i in range(num_tokens)),
+                num_tokens,
+                Sampling(max_tokens=10_000, temperature=0.0),
+                tuple(range(slot * num_pages, (slot + 1) * num_pages)),
+            )
+            for slot in range(batch)
+        )
+        self._run(StepKind.IDLE, admits=admits)
+        start = time.perf_counter()
+        for slot in range(batch):
+            self._run(StepKind.PREFILL, chunks=(Chunk(slot, 0, num_tokens),))
+        return time.perf_counter() - start
+
+    def decode(self, batch: int, start_at: int) -> float:
+        """Seconds a step, the best of STEPS."""
+        best = float("inf")
+        for i in range(STEPS):
+            chunks = tuple(Chunk(slot, start_at + i, start_at + i + 1) for slot in range(batch))
+            start = time.perf_counter()
+            self._run(StepKind.DECODE, chunks=chunks)
+            best = min(best, time.perf_counter() - start)
+        return best
+
+    def retire(self, batch: int) -> None:
+        self._run(StepKind.IDLE, retire=tuple(range(batch)))
+
+    def _run(self, kind: StepKind, **parts: tuple[object, ...]) -> None:
+        self._step += 1
+        self.engine.step(StepPlan(self._step, kind, **parts))  # type: ignore[arg-type]
+
+
+def ours_decode(ours: Ours, batch: int) -> float:
+    ours.prefill(batch, CONTEXT)
+    seconds = ours.decode(batch, CONTEXT)
+    ours.retire(batch)
+    return seconds
+
+
+def ours_prefill(ours: Ours) -> float:
+    seconds = ours.prefill(1, PROMPT)
+    ours.retire(1)
+    return seconds
+
+
+def theirs_decode(model: torch.nn.Module, batch: int) -> float:
+    """Seconds a step of `generate`: the difference of a long and a one-token answer."""
+    ids = torch.randint(100, 40000, (batch, CONTEXT))
+    return (generate(model, ids, STEPS + 1) - generate(model, ids, 1)) / STEPS
+
+
+def generate(model: torch.nn.Module, ids: torch.Tensor, num_tokens: int) -> float:
+    start = time.perf_counter()
+    with torch.inference_mode():
+        model.generate(  # type: ignore[operator]
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=num_tokens,
+            min_new_tokens=num_tokens,
+            do_sample=False,
+            pad_token_id=0,
+        )
+    return time.perf_counter() - start
+
+
+def read_bandwidth() -> float:
+    """Bytes/s of summing memory that no cache holds."""
+    memory = torch.ones(64 << 20, dtype=torch.float32)
+    return memory.nbytes / best(lambda: memory.sum())
+
+
+def gemm_peak(dtype: torch.dtype) -> float:
+    """Multiply-adds/s of the better of float32 and `dtype`: what is free to choose is no excuse."""
+    peaks = []
+    for kind in {dtype, torch.float32}:
+        a, b = torch.randn(1024, 1024).to(kind), torch.randn(1024, 1024).to(kind)
+        peaks.append(1024**3 / best(lambda a=a, b=b: a @ b))
+    return max(peaks)
+
+
+def best(call: Callable[[], object], rounds: int = 8) -> float:
+    seconds = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="each takes a minute where bf16 is emulated")
+    asked = parser.parse_args()
+    torch.set_num_threads(asked.threads)
+    checkpoint, dtype = resolve(asked.model), getattr(torch, asked.dtype)
+    ours = Ours(checkpoint, asked.dtype, asked.threads)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype)
+    model.generation_config.eos_token_id = None
+    weights = sum(p.numel() for p in model.parameters())
+    took: dict[str, float] = {}
+    for _ in range(asked.rounds):
+        for name, call in {
+            "read": lambda: 1 / read_bandwidth(),
+            "gemm": lambda: 1 / gemm_peak(dtype),
+            "ours prefill": lambda: ours_prefill(ours),
+            "ours 1": lambda: ours_decode(ours, 1),
+            "ours 16": lambda: ours_decode(ours, 16),
+            "theirs prefill": lambda: generate(model, torch.randint(100, 40000, (1, PROMPT)), 1),
+            "theirs 1": lambda: theirs_decode(model, 1),
+            "theirs 16": lambda: theirs_decode(model, 16),
+        }.items():
+            took[name] = min(took.get(name, float("inf")), call())
+    floor = weights * dtype.itemsize * took["read"]
+    embedding = model.get_input_embeddings().weight.numel()
+    prefill_floor = (weights - embedding) * PROMPT * took["gemm"]
+    out = sys.stdout.write
+    out(f"{checkpoint.name} {asked.dtype}, {asked.threads} threads; ours: {ours.engine.note}\n")
+    out(f"memory read {1e-9 / took['read']:.1f} GB/s, GEMM {2e-9 / took['gemm']:.0f} GFLOP/s\n")
+    out(f"{'':22}{'ours':>12}{'x floor':>10}{'transformers':>14}{'ratio':>8}\n")
+    floors = {"1": floor, "16": floor, "prefill": prefill_floor}
+    for label, key in (("decode, batch 1", "1"), ("decode, batch 16", "16"), ("prefill 512", "prefill")):
+        least = floors[key]
+        mine, other = took[f"ours {key}"], took[f"theirs {key}"]
+        out(f"{label:22}{mine * 1e3:9.1f} ms{mine / least:10.2f}{other * 1e3:11.1f} ms{other / mine:8.2f}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
