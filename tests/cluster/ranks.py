@@ -199,17 +199,15 @@ class Ranks:
     def _sever(self, rank: int, peer: Peer) -> None:
         if not self.is_alive:
             return
-        clean = True  # a rank that was never attached knows no name to sever
+        clean = False  # a rank that was never attached knows no name to sever
         if peer in self._known[rank]:
             self._cut[rank].add(peer)
             self._plane.sever_outward(self, rank, peer)
             if self._plane.can_sever:
                 self.severed[rank].add(peer)
             clean = self._plane.sever_inward(self, peer)
-        if clean:
-            self._known[rank].discard(peer)
-            if self._peers[rank].get(peer.name) == peer:
-                del self._peers[rank][peer.name]
+        if clean and self._peers[rank].get(peer.name) == peer:
+            del self._peers[rank][peer.name]
         self._answer(rank, Severed(*peer, clean=clean))
 
     def _written(self, rank: int, job: int, error: str | None, may_land: bool) -> None:

@@ -10,6 +10,7 @@ from pd.runtime.roles.mover import Mover, rank_name
 from pd.runtime.wire.messages import Attach, PeerUnreachable, Sever, Severed, WriteDone, WriteJob
 from pd.transfer.layout import KVLayout, Shard, pool_nbytes, strides, tp_shards
 from pd.transfer.memory import MemoryHub, MemoryTransport
+from pd.transfer.transport import Completion, JobDone, JobFailed
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=3, head_dim=4, page_size=4, dtype="float32")
 NUM_PAGES = 6
@@ -122,3 +123,16 @@ def test_after_severing_nothing_is_sent_and_asking_again_says_so() -> None:
 def test_a_life_it_was_never_told_of_is_not_called_severed() -> None:
     side = Side(MemoryHub(), "p", tp=1)
     assert side.movers[0].sever(Sever("stranger", "e")) == [Severed("stranger", "e", False)]
+
+
+def test_one_lost_share_of_a_job_puts_all_of_it_in_doubt() -> None:
+    hub = MemoryHub()
+    prefill, decode = Side(hub, "p", tp=1), Side(hub, "d", tp=2)
+    mover = prefill.movers[0]
+    mover.attach(decode.order())
+    sent: list[Completion] = []
+    mover.transport.poll = lambda: [sent.pop()] if sent else []  # type: ignore[method-assign]
+    assert mover.start(WriteJob(1, "d", 0, 4, (0,), (0,))) == []
+    sent += [JobDone(2, 64, 0.1), JobFailed(1, rank_name("d", "e", 0), "lost", may_land=True)]
+    assert mover.poll() == []
+    assert mover.poll() == [WriteDone(1, "lost", 64, 0.1, may_land=True)]

@@ -177,6 +177,7 @@ def test_a_stopped_peer_is_lost_by_the_deadline_and_takes_nothing_in_when_it_goe
         assert [type(end) for end in ended] == [JobFailed, JobFailed, PeerLost]
         assert [end.job for end in ended if isinstance(end, JobFailed)] == [2, 3]
         assert "no progress with b in 0.5 s" in ended[0].reason  # type: ignore[union-attr]
+        assert all(end.may_land for end in ended if isinstance(end, JobFailed))  # nobody confirmed the end of it
         assert 0.5 <= time.monotonic() - began < 3
         os.kill(child.process.pid, signal.SIGCONT)
         assert child.ask("digest") == digest(b"\x01" * 64 + bytes(nbytes - 64))
