@@ -40,7 +40,7 @@ class Deadlines:
     land_s: float = 30.0
     """First token to decode's first: the last transfer, and a slot there."""
     progress_s: float = 30.0
-    """Between tokens."""
+    """Between tokens. Not below land_s: a token moves its deadline later without touching the timetable."""
     gap_s: float = 3.0
     """Later tokens are here and an earlier one is missing: it was lost, or a link reconnects."""
     beat_timeout_s: float = 3.0
@@ -53,6 +53,7 @@ class Dispatch:
     """Owns every Answer from arrival to ending. What is to be done goes into `effects`, the router's list."""
 
     def __init__(self, config: RouterConfig, deadlines: Deadlines, members: Membership, effects: list[Effect]) -> None:
+        assert deadlines.progress_s >= deadlines.land_s, "see Deadlines.progress_s"
         self.answers: dict[str, Answer] = {}
         self.waiting = Waiting()
         self._config = config
