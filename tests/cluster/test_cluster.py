@@ -13,7 +13,7 @@ import pytest
 from tests.cluster.run import explain, simulate
 from tests.cluster.scenario import Profile
 
-CASES = [(profile, range(first, first + 20)) for profile in Profile for first in (0, 20)]
+CASES = [(profile, range(first, first + 18)) for profile in Profile for first in (0, 18)]
 
 
 @pytest.mark.parametrize(("profile", "seeds"), CASES, ids=[f"{p.value}-{s.start}" for p, s in CASES])
