@@ -100,8 +100,9 @@ def _qwen_windows(config: Json, num_layers: int) -> tuple[int | None, ...]:
         return (None,) * num_layers
     kinds = config.get("layer_types")
     if not isinstance(kinds, list):
-        first = config.get("max_window_layers", 28)
-        kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(num_layers)]  # type: ignore[operator]
+        given = config.get("max_window_layers", 28)
+        first = given if isinstance(given, int) else 28
+        kinds = ["sliding_attention" if layer >= first else "full_attention" for layer in range(num_layers)]
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
