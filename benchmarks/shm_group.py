@@ -1,6 +1,6 @@
 """Collectives of CPU ranks: shared memory beside gloo, in one run: `python -m benchmarks.shm_group [--ranks N]`.
 
-The best of many calls of each, taken in turns, since other processes share the machine. A rank that shares a core with
+The best of many turns of each, of 20 calls, since other processes share the machine. A rank that shares a core with
 another waits for it to be scheduled: then the figure is the scheduler's.
 """
 
@@ -28,13 +28,12 @@ SIZES = (512, 16 * 576, 512 * 576)
 """bf16 elements: 1 KiB; a decode step of 16 rows of the default model; a prefill chunk of 512."""
 
 
-def best_us(call: Callable[[Tensor], object], x: Tensor) -> float:
-    best = float("inf")
+def mean_us(call: Callable[[Tensor], object], x: Tensor) -> float:
+    """Of one turn. A single call tells little: the rank that comes last does not wait."""
+    start = time.perf_counter()
     for _ in range(CALLS_A_TURN):
-        start = time.perf_counter()
         call(x)
-        best = min(best, time.perf_counter() - start)
-    return best * 1e6
+    return (time.perf_counter() - start) / CALLS_A_TURN * 1e6
 
 
 def run(rank: int, num_ranks: int, rendezvous: str) -> None:
@@ -48,8 +47,8 @@ def run(rank: int, num_ranks: int, rendezvous: str) -> None:
         x = torch.zeros(size, dtype=torch.bfloat16)
         ours = gloo = float("inf")
         for _ in range(NUM_TURNS):
-            ours = min(ours, best_us(group.all_reduce_, x))
-            gloo = min(gloo, best_us(dist.all_reduce, x))
+            ours = min(ours, mean_us(group.all_reduce_, x))
+            gloo = min(gloo, mean_us(dist.all_reduce, x))
         if rank == 0:
             line = f"all-reduce of {size * 2:>7} bytes, {num_ranks} ranks: {ours:8.1f} us, gloo {gloo / ours:5.1f}x"
             sys.stdout.write(line + "\n")

@@ -10,7 +10,7 @@
 
 namespace {
 
-constexpr int64_t TOKENS = 64;       // scored before their values are summed: 64 K and V rows of 64 bf16 fill 16 KB of L1
+constexpr int64_t TOKENS = 64;       // scored before their values are summed: K and V of 64 bf16 each fill 16 KB of L1
 constexpr int SHARED = 4;            // query heads that share one pass over K or V
 constexpr int64_t PARTIAL_HEAD = 2;  // floats: largest score, sum
 using pd::MAX_HEAD_SIZE;

@@ -12,6 +12,7 @@
 
 #include "ops.h"
 #include "shm_group.h"
+#include "tensors.h"
 
 namespace pd {
 
@@ -21,7 +22,6 @@ void parallel_for(int64_t size, int64_t grain, Body body, const void* context) {
 
 namespace {
 
-using at::Tensor;
 constexpr int64_t PART = 512;  // tokens of one part of a context: fixed, so that no result depends on threads or batch
 
 bool runs(const std::string& name) {
@@ -51,47 +51,6 @@ void use(const std::string& name) {
     if (name == table->name) chosen = table;
 }
 
-// Memory of the calling thread that grows and stays: a fresh large tensor would be mapped and faulted in every step.
-void* scratch(int64_t nbytes) {
-  thread_local std::vector<char> memory;
-  if (static_cast<int64_t>(memory.size()) < nbytes + 64) memory.resize(nbytes + nbytes / 4 + 64);
-  return reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) / 64 * 64);
-}
-
-bool is_bf16(const Tensor& x, const char* name) {
-  TORCH_CHECK(x.device().is_cpu(), name, " is on ", x.device(), ", not on the CPU");
-  TORCH_CHECK(x.scalar_type() == at::kBFloat16 || x.scalar_type() == at::kFloat, name, " is ", x.scalar_type(),
-              ", not bfloat16 or float32");
-  return x.scalar_type() == at::kBFloat16;
-}
-
-void check_like(const Tensor& x, const Tensor& model, const char* name) {
-  TORCH_CHECK(x.device().is_cpu() && x.scalar_type() == model.scalar_type(), name, " is ", x.scalar_type(), " on ",
-              x.device(), ", the others ", model.scalar_type(), " on the CPU");
-}
-
-void check_dense(const Tensor& x, at::ScalarType type, const char* name) {
-  TORCH_CHECK(x.device().is_cpu() && x.scalar_type() == type && x.is_contiguous(), name, " must be contiguous ", type,
-              " on the CPU, is ", x.scalar_type(), " with strides ", x.strides());
-}
-
-void check_rows(const Tensor& x, const char* name) {
-  TORCH_CHECK(x.dim() >= 1 && (x.stride(-1) == 1 || x.size(-1) <= 1), name, " must have unit stride in its last dim, has ",
-              x.strides());
-}
-
-// x as rows of its last dim, one stride apart: itself where its leading dims allow it, else a copy.
-Tensor as_rows(const Tensor& x) {
-  if (x.dim() == 2) return x;
-  return x.reshape({-1, x.size(-1)});
-}
-
-Tensor with_last(const Tensor& x, int64_t last) {
-  std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
-  sizes.back() = last;
-  return at::empty(sizes, x.options());
-}
-
 // ---- linear ---------------------------------------------------------------------------------------------------------
 
 template <class T> void fill_panels(const T* weight, T* panels, int64_t outputs, int64_t inputs, int64_t together) {
@@ -108,15 +67,15 @@ template <class T> void fill_panels(const T* weight, T* panels, int64_t outputs,
 Tensor pack(const Tensor& weight) {
   TORCH_CHECK(weight.dim() == 2 && weight.is_contiguous(), "weight must be a contiguous matrix, is ", weight.sizes());
   const int64_t outputs = weight.size(0), inputs = weight.size(1), panels = (outputs + PANEL - 1) / PANEL;
+  const void* from = weight.const_data_ptr();
   if (is_bf16(weight, "weight")) {
     Tensor packed = at::zeros({panels, (inputs + 1) / 2, PANEL, 2}, weight.options());
-    fill_panels(static_cast<const uint16_t*>(weight.const_data_ptr()), static_cast<uint16_t*>(packed.mutable_data_ptr()),
-                outputs, inputs, 2);
+    auto* to = static_cast<uint16_t*>(packed.mutable_data_ptr());
+    fill_panels(static_cast<const uint16_t*>(from), to, outputs, inputs, 2);
     return packed;
   }
   Tensor packed = at::zeros({panels, inputs, PANEL}, weight.options());
-  fill_panels(static_cast<const float*>(weight.const_data_ptr()), static_cast<float*>(packed.mutable_data_ptr()), outputs,
-              inputs, 1);
+  fill_panels(static_cast<const float*>(from), packed.mutable_data_ptr<float>(), outputs, inputs, 1);
   return packed;
 }
 
@@ -186,8 +145,8 @@ void check_context(const Tensor& table, const Tensor& lengths, int64_t rows, con
   TORCH_CHECK(table.device().is_cpu() && table.scalar_type() == at::kInt && table.dim() == 2 &&
                   (table.size(1) <= 1 || table.stride(1) == 1),
               "table must be int32 rows on the CPU");
-  TORCH_CHECK(table.size(0) >= rows && lengths.size(0) == rows, "table ", table.sizes(), " and lengths ", lengths.sizes(),
-              " for ", rows, " requests");
+  TORCH_CHECK(table.size(0) >= rows && lengths.size(0) == rows, "table ", table.sizes(), " and lengths ",
+              lengths.sizes(), " for ", rows, " requests");
   const int64_t num_pages = pool.size(0), page_size = pool.size(2);
   const int32_t* length = lengths.const_data_ptr<int32_t>();
   for (int64_t b = 0; b < rows; ++b) {
@@ -231,7 +190,7 @@ Tensor paged_decode(const Tensor& q, const std::tuple<Tensor, Tensor>& pools, co
   return out;
 }
 
-// ---- the small ones ---------------------------------------------------------------------------------------------------
+// ---- the small ones -------------------------------------------------------------------------------------------------
 
 Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps, const std::optional<Tensor>& residual) {
   const bool half = is_bf16(x, "x");
@@ -292,10 +251,10 @@ void rope_and_write(const std::tuple<Tensor, Tensor, Tensor>& qkv, const std::tu
   TORCH_CHECK(k.size(0) == tokens && v.size(0) == tokens && k.size(2) == q.size(2) && v.size(1) == k.size(1) &&
                   k_pool.size(1) == k.size(1) && v_pool.size(1) == k.size(1) && k_pool.size(3) == k.size(2) &&
                   v_pool.size(3) == v.size(2) && k_pool.size(0) == v_pool.size(0) && k_pool.size(2) == v_pool.size(2),
-              "q ", q.sizes(), ", k ", k.sizes(), ", v ", v.sizes(), ", pools ", k_pool.sizes(), " and ", v_pool.sizes(),
-              " do not fit");
-  TORCH_CHECK(cos.dim() == 2 && cos.sizes() == sin.sizes() && cos.size(0) == tokens && 2 * cos.size(1) <= q.size(2), "cos ",
-              cos.sizes(), ", sin ", sin.sizes(), " for q ", q.sizes());
+              "q ", q.sizes(), ", k ", k.sizes(), ", v ", v.sizes(), ", pools ", k_pool.sizes(), " and ",
+              v_pool.sizes(), " do not fit");
+  TORCH_CHECK(cos.dim() == 2 && cos.sizes() == sin.sizes() && cos.size(0) == tokens && 2 * cos.size(1) <= q.size(2),
+              "cos ", cos.sizes(), ", sin ", sin.sizes(), " for q ", q.sizes());
   check_places(pages, offsets, tokens, k_pool);
   const Rope job = {q.mutable_data_ptr(), k.const_data_ptr(), v.const_data_ptr(), q.stride(0), q.stride(1), k.stride(0),
                     k.stride(1), v.stride(0), v.stride(1), cos.const_data_ptr<float>(), sin.const_data_ptr<float>(),

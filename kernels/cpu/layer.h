@@ -100,11 +100,13 @@ template <class T> void rope(const pd::Rope& job) {
             rotate(q, q, cos, sin, job.half, job.k_size);
           }
           for (int64_t h = 0; h < job.kv_heads; ++h) {
-            T* key = static_cast<T*>(job.k_pool) + job.pages[t] * job.kp_page + h * job.kp_head + job.offsets[t] * job.kp_token;
-            T* value = static_cast<T*>(job.v_pool) + job.pages[t] * job.vp_page + h * job.vp_head + job.offsets[t] * job.vp_token;
-            rotate(static_cast<const T*>(job.k) + t * job.k_token + h * job.k_head, key, cos, sin, job.half, job.k_size);
-            memcpy(value, static_cast<const T*>(job.v) + t * job.v_token + h * job.v_head,
-                   static_cast<size_t>(job.v_size) * sizeof(T));
+            const T* key = static_cast<const T*>(job.k) + t * job.k_token + h * job.k_head;
+            const T* value = static_cast<const T*>(job.v) + t * job.v_token + h * job.v_head;
+            const int64_t page = job.pages[t], offset = job.offsets[t];
+            T* key_to = static_cast<T*>(job.k_pool) + page * job.kp_page + h * job.kp_head + offset * job.kp_token;
+            T* value_to = static_cast<T*>(job.v_pool) + page * job.vp_page + h * job.vp_head + offset * job.vp_token;
+            rotate(key, key_to, cos, sin, job.half, job.k_size);
+            memcpy(value_to, value, static_cast<size_t>(job.v_size) * sizeof(T));
           }
         }
       },

@@ -52,7 +52,10 @@ inline void multiply(F (&acc)[ROWS][VECS], const bf16* w, int64_t panel, const X
         const U pair = load_u(w + (v / VECTORS) * panel + (v % VECTORS) * 2 * W);
         const F even = as_f(shift_left<16>(pair)), odd = as_f(bit_and(pair, upper));
         PD_UNROLL for (int r = 0; r < ROWS; ++r)
-          acc[r][v] = fma(odd, splat(x[ROWS + r]), fma(even, splat(x[r]), acc[r][v]));
+          {
+          accumulate(&acc[r][v], even, splat(x[r]));
+          accumulate(&acc[r][v], odd, splat(x[ROWS + r]));
+        }
       }
       continue;
     }
@@ -60,11 +63,11 @@ inline void multiply(F (&acc)[ROWS][VECS], const bf16* w, int64_t panel, const X
     PD_UNROLL for (int v = 0; v < VECS; ++v)
       part[v] = as_f(shift_left<16>(load_u(w + (v / VECTORS) * panel + (v % VECTORS) * 2 * W)));
     PD_UNROLL for (int r = 0; r < ROWS; ++r)
-      PD_UNROLL for (int v = 0; v < VECS; ++v) acc[r][v] = fma(part[v], splat(x[r]), acc[r][v]);
+      PD_UNROLL for (int v = 0; v < VECS; ++v) accumulate(&acc[r][v], part[v], splat(x[r]));
     PD_UNROLL for (int v = 0; v < VECS; ++v)
       part[v] = as_f(bit_and(load_u(w + (v / VECTORS) * panel + (v % VECTORS) * 2 * W), upper));
     PD_UNROLL for (int r = 0; r < ROWS; ++r)
-      PD_UNROLL for (int v = 0; v < VECS; ++v) acc[r][v] = fma(part[v], splat(x[ROWS + r]), acc[r][v]);
+      PD_UNROLL for (int v = 0; v < VECS; ++v) accumulate(&acc[r][v], part[v], splat(x[ROWS + r]));
   }
 }
 
@@ -76,7 +79,7 @@ inline void multiply(F (&acc)[ROWS][VECS], const float* w, int64_t panel, const 
     F part[VECS];
     PD_UNROLL for (int v = 0; v < VECS; ++v) part[v] = load(w + (v / VECTORS) * panel + (v % VECTORS) * W);
     PD_UNROLL for (int r = 0; r < ROWS; ++r)
-      PD_UNROLL for (int v = 0; v < VECS; ++v) acc[r][v] = fma(part[v], splat(x[r]), acc[r][v]);
+      PD_UNROLL for (int v = 0; v < VECS; ++v) accumulate(&acc[r][v], part[v], splat(x[r]));
   }
 }
 
@@ -165,32 +168,33 @@ template <class T> void lay_out_x(const pd::Linear& job, int64_t row, int64_t ro
 
 int64_t linear_scratch(int64_t rows, int64_t inputs) { return rows * (inputs + 1) * 4; }
 
+// Rows in blocks of nearly one size, so that no block is so small that it cannot hide its latencies: 8 are 4 and 4.
+inline int64_t num_blocks(int64_t rows) { return (rows + MAX_ROWS - 1) / MAX_ROWS; }
+inline int64_t first_row(const pd::Linear& job, int64_t block) { return job.rows * block / num_blocks(job.rows); }
+
 template <class T> void linear(const pd::Linear& job) {
-  const int64_t num_blocks = (job.rows + MAX_ROWS - 1) / MAX_ROWS;
   pd::parallel_for(
-      num_blocks, 4,
+      num_blocks(job.rows), 4,
       [](const void* context, int64_t begin, int64_t end) {
         const auto& job = *static_cast<const pd::Linear*>(context);
-        for (int64_t b = begin; b < end; ++b) {
-          const int64_t left = job.rows - b * MAX_ROWS;
-          lay_out_x<T>(job, b * MAX_ROWS, left < MAX_ROWS ? left : MAX_ROWS);
-        }
+        for (int64_t b = begin; b < end; ++b)
+          lay_out_x<T>(job, first_row(job, b), first_row(job, b + 1) - first_row(job, b));
       },
       &job);
   pd::parallel_for(
       (job.outputs + pd::PANEL - 1) / pd::PANEL, 1,
       [](const void* context, int64_t begin, int64_t end) {
         const auto& job = *static_cast<const pd::Linear*>(context);
-        const int64_t fitting = CHUNK_BYTES / (job.inputs * 4) / MAX_ROWS;
-        const int64_t chunk = (fitting < 1 ? 1 : fitting) * MAX_ROWS;
+        const int64_t fitting = CHUNK_BYTES / (job.inputs * 4) / MAX_ROWS, chunk = fitting < 1 ? 1 : fitting;
+        const int64_t blocks = num_blocks(job.rows);
         constexpr int64_t STEP = vectors_for(1) / VECTORS;
-        for (int64_t start = 0; start < job.rows; start += chunk) {
-          const int64_t stop = start + chunk < job.rows ? start + chunk : job.rows;
+        for (int64_t start = 0; start < blocks; start += chunk) {
+          const int64_t stop = start + chunk < blocks ? start + chunk : blocks;
           // A few panels at a time: read from memory by the first block of rows, from cache by the others.
           for (int64_t panel = begin; panel < end; panel += STEP) {
             const int64_t panel_stop = panel + STEP < end ? panel + STEP : end;
-            for (int64_t row = start; row < stop; row += MAX_ROWS)
-              rows_by_panels<T>(job, row, stop - row < MAX_ROWS ? stop - row : MAX_ROWS, panel, panel_stop);
+            for (int64_t b = start; b < stop; ++b)
+              rows_by_panels<T>(job, first_row(job, b), first_row(job, b + 1) - first_row(job, b), panel, panel_stop);
           }
         }
       },

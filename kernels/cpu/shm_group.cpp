@@ -63,6 +63,7 @@ int make_region(int size, int64_t slot_bytes) {
 
 ShmGroup::ShmGroup(int rank, int size, int fd, int64_t slot_bytes, double deadline_s)
     : rank_(rank), size_(size), slot_bytes_(rounded_up(slot_bytes)), deadline_s_(deadline_s),
+      may_spin_(sysconf(_SC_NPROCESSORS_ONLN) >= size),
       region_bytes_(rounded_up(size * LINE) + 2 * size * slot_bytes_), watches_(size, -1) {
   static_assert(sizeof(Header) == LINE && std::atomic<uint32_t>::is_always_lock_free);
   void* region = mmap(nullptr, region_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
@@ -107,7 +108,7 @@ void ShmGroup::wait_for(int rank, uint32_t meeting, const Interrupt& interrupt) 
   const auto is_there = [&] { return static_cast<int32_t>(theirs.met.load(std::memory_order_acquire) - meeting) >= 0; };
   if (is_there()) return;
   const int64_t start = now_ns();
-  if (sysconf(_SC_NPROCESSORS_ONLN) >= size_)
+  if (may_spin_)
     while (now_ns() - start < SPIN_NS)
       for (int i = 0; i < 32; ++i) {
         if (is_there()) return;
@@ -130,7 +131,7 @@ void ShmGroup::wait_for(int rank, uint32_t meeting, const Interrupt& interrupt) 
     if (is_there()) return;  // it came, and left or died afterwards: what it brought is whole
     if (now_ns() - start > static_cast<int64_t>(deadline_s_ * 1e9))
       throw GroupBroken("rank " + std::to_string(rank) + " (pid " + std::to_string(theirs.pid.load()) +
-                        ") did not come to a collective within " + std::to_string(static_cast<int>(deadline_s_)) + " s");
+                        ") did not come to a collective in " + std::to_string(static_cast<int>(deadline_s_)) + " s");
     interrupt();
   }
 }

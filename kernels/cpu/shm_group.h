@@ -51,6 +51,7 @@ class ShmGroup {
   int rank_, size_;
   int64_t slot_bytes_;
   double deadline_s_;
+  bool may_spin_;  // a core for each rank
   int64_t region_bytes_;
   char* region_ = nullptr;
   uint32_t meeting_ = 0;
