@@ -92,27 +92,35 @@ template <class T> inline int64_t x_words(int64_t inputs) {
   return in_pairs<T>() && HAS_DOT ? even_inputs<T>(inputs) / 2 : even_inputs<T>(inputs);
 }
 
-// Block of rows [row, row + ROWS) times panels [panel, panel + VECS / VECTORS).
-template <class T, int ROWS, int VECS>
-void block(const pd::Linear& job, int64_t row, int64_t first_panel) {
+// sums[rows][lanes] + bias to y, rounded. Apart from `block`, whose many versions would each repeat it.
+template <class T>
+__attribute__((noinline)) void finish(const pd::Linear& job, const float* sums, int64_t row, int64_t rows,
+                                      int64_t first_output, int64_t lanes) {
+  for (int64_t v = 0; v < lanes; v += W) {
+    const int64_t output = first_output + v, left = job.outputs - output;
+    if (left <= 0) break;
+    const T* bias = static_cast<const T*>(job.bias) + output;
+    const F offset = !job.bias ? zero() : left >= W ? load(bias) : load_some(bias, left);
+    for (int64_t r = 0; r < rows; ++r) {
+      T* y = static_cast<T*>(job.y) + (row + r) * job.outputs + output;
+      F value = load(sums + r * lanes + v);
+      if (job.bias) value = add(value, offset);
+      if (left >= W) store(y, value);
+      else store_some(y, value, left);
+    }
+  }
+}
+
+// Block of rows [row, row + ROWS) times panels [first_panel, first_panel + VECS / VECTORS).
+template <class T, int ROWS, int VECS> void block(const pd::Linear& job, int64_t row, int64_t first_panel) {
   const int64_t panel = even_inputs<T>(job.inputs) * pd::PANEL;
   const auto* x = static_cast<const typename XOf<T>::type*>(job.scratch) + row * x_words<T>(job.inputs);
   F acc[ROWS][VECS];
   PD_UNROLL for (int r = 0; r < ROWS; ++r) PD_UNROLL for (int v = 0; v < VECS; ++v) acc[r][v] = zero();
   multiply(acc, static_cast<const T*>(job.panels) + first_panel * panel, panel, x, even_inputs<T>(job.inputs));
-  PD_UNROLL for (int v = 0; v < VECS; ++v) {
-    const int64_t output = first_panel * pd::PANEL + v * W;
-    const int64_t left = job.outputs - output;
-    if (left <= 0) break;
-    const T* bias = static_cast<const T*>(job.bias) + output;
-    const F offset = !job.bias ? zero() : left >= W ? load(bias) : load_some(bias, left);
-    PD_UNROLL for (int r = 0; r < ROWS; ++r) {
-      T* y = static_cast<T*>(job.y) + (row + r) * job.outputs + output;
-      const F value = job.bias ? add(acc[r][v], offset) : acc[r][v];
-      if (left >= W) store(y, value);
-      else store_some(y, value, left);
-    }
-  }
+  alignas(64) float sums[ROWS][VECS * W];
+  PD_UNROLL for (int r = 0; r < ROWS; ++r) PD_UNROLL for (int v = 0; v < VECS; ++v) store(&sums[r][v * W], acc[r][v]);
+  finish<T>(job, &sums[0][0], row, ROWS, first_panel * pd::PANEL, VECS * W);
 }
 
 template <class T, int ROWS> void some_rows(const pd::Linear& job, int64_t row, int64_t panel, int64_t stop) {

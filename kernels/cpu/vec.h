@@ -200,7 +200,7 @@ template <class T> inline void store_some(T* p, F a, int64_t n) {
 }
 
 // 2 W neighbouring elements in two registers. Which lane holds which is the type's own affair: `load_two` and
-// `store_two` agree, and sums over all lanes do not care. For bf16: the even ones and the odd ones, one load, no shuffle.
+// `store_two` agree, and sums over all lanes do not care. For bf16: the even ones and the odd ones, without a shuffle.
 struct Two {
   F a, b;
 };
