@@ -19,10 +19,11 @@ _LOUD = frozenset({"joined", "left", "lost", "refused", "unreachable", "draining
 """Stamps about instances that a person wants to see; those of single requests are INFO all the same."""
 
 
-def log_stamp(log: logging.Logger, stamp: Stamp) -> None:
-    """One line an event of a request's life, the subject first."""
+def log_stamp(log: logging.Logger, stamp: Stamp, *, me: str = "") -> None:
+    """One line an event of a request's life, the subject first; `me` is named by the log already."""
+    words = (stamp.subject if stamp.subject != me else "", stamp.what, stamp.detail)
     level = logging.WARNING if stamp.what in _LOUD else logging.INFO
-    log.log(level, "%s %s %s", stamp.subject, stamp.what, stamp.detail)
+    log.log(level, "%s", " ".join(word for word in words if word))
 
 
 @dataclass(slots=True)

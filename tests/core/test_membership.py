@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from pd.runtime.core.events import Effect, End, Peer, Received, Send, Tick
+from pd.runtime.core.events import Effect, End, Peer, Received, Send, Stamp, Tick
 from pd.runtime.wire.messages import (
     Beat,
     Bye,
@@ -94,10 +94,12 @@ def test_page_size_and_axis_order_may_differ() -> None:
     assert sent(bench.join(hello("d1", Role.DECODE, layout=other)), Welcome)
 
 
-def test_layouts_of_one_role_need_not_meet_but_the_model_must_be_the_same() -> None:
+def test_instances_of_one_role_must_be_able_to_meet_the_same_others() -> None:
     bench = Bench()
     bench.join(hello("p0", Role.PREFILL))
-    assert sent(bench.join(hello("p1", Role.PREFILL, layout=replace(LAYOUT, dtype="float16"))), Welcome)
+    effects = bench.join(hello("p1", Role.PREFILL, layout=replace(LAYOUT, dtype="float16")))
+    assert "dtype: 'float16' and 'float32'" in sent(effects, Refusal)[0][1].reason
+    assert sent(bench.join(hello("p3", Role.PREFILL, layout=replace(LAYOUT, page_size=16))), Welcome)
     other = ModelCard("tiny", "beef", 97, 256)
     assert sent(bench.join(hello("p2", Role.PREFILL, model=other)), Refusal)
 
@@ -294,3 +296,11 @@ def test_a_new_life_of_decode_can_meet_whom_the_old_one_cut_off() -> None:
     parted(bench, "d0", reserve)
     effects = bench.join(hello("d0", Role.DECODE, epoch="2"))
     assert only_reserve(effects)[1].prefill_epoch == "1"
+
+
+def test_one_that_says_it_is_gone_is_gone_at_once() -> None:
+    bench = pair_bench()
+    effects = bench.on(Received(Peer("d0", "1"), Bye("rank 0 was ended by SIGKILL", is_gone=True)))
+    assert [name for name, _ in sent(effects, Peers)] == ["p0"]
+    assert sent(effects, Peers)[0][1].peers == ()
+    assert Stamp("d0", "left", "rank 0 was ended by SIGKILL") in effects

@@ -39,6 +39,25 @@ def test_a_decode_instance_killed_in_mid_answer_is_not_noticed(cases: dict[str, 
             assert instance["num_free_pages"] == instance["num_pages"], instance
 
 
+def test_idle_instances_come_back_to_a_restarted_router(cases: dict[str, Case], tmp_path: Path) -> None:
+    case = cases["llama"]
+    with running(Cluster(case.model, tmp_path, COMMON)) as cluster:
+        router = cluster.launch("router", "router")
+        cluster.launch("prefill", "prefill")
+        decode = cluster.launch("decode", "decode")
+        cluster.wait_ready()
+        before = cluster.generate(case.prompts[0], 20)
+        router.kill()
+        router.wait()
+        cluster.launch("router", "router")
+        cluster.wait_ready()
+        assert cluster.generate(case.prompts[0], 20) == before
+        decode.send_signal(signal.SIGTERM)  # and one that ends says so: nobody waits for its beats
+        assert decode.wait() == 0
+        wait_for(cluster, num_instances=1)
+        assert "decode left told to stop" in cluster.tail("router")
+
+
 def wait_for(cluster: Cluster, *, num_instances: int, running_on: str | None = None) -> None:
     deadline = time.monotonic() + 60
     while True:

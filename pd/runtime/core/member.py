@@ -179,11 +179,10 @@ def mismatch(sender: Peer, hello: Hello, others: Iterable[Hello]) -> str | None:
         if other.worker == hello.worker:
             continue  # it takes that one's place
         faults = [*_differences(hello, other, "model", ("name", "fingerprint", "vocab_size"))]
-        if OTHER.get(hello.role) is other.role:
-            fields = ("num_layers", "num_kv_heads", "head_dim", "v_head_dim", "dtype", "kind")
-            faults += _differences(hello, other, "layout", fields)
-            if hello.transfer != other.transfer:
-                faults.append(f"transfer: {hello.transfer!r} and {other.transfer!r}")
+        fields = ("num_layers", "num_kv_heads", "head_dim", "v_head_dim", "dtype", "kind")
+        faults += _differences(hello, other, "layout", fields)  # of one role too: both must meet the same others
+        if OTHER.get(hello.role) is other.role and hello.transfer != other.transfer:
+            faults.append(f"transfer: {hello.transfer!r} and {other.transfer!r}")
         if faults:
             return f"{hello.worker} and {other.worker} cannot meet: " + "; ".join(faults)
     return None

@@ -110,6 +110,11 @@ class Membership:
         member.report(load)
         return self._tell(member, now) if now - member.told_at >= TELL_EVERY_S else []
 
+    def leave(self, member: Member, reason: str, now: float) -> Changes:
+        """It said itself that it has ended: nothing is waited for."""
+        losses = [self._end(member, Sign.DEAD, f"{member.name} has left: {reason}")]
+        return Changes([Stamp(member.name, "left", reason), *self._tell_others(member, now)], losses)
+
     def tick(self, now: float) -> Changes:
         changes = Changes([], [])
         gap = 0.0 if self._ticked_at is None else now - self._ticked_at

@@ -172,8 +172,10 @@ class RouterBrain:
                     self._dispatch.fail(answer, member, answer.stage, reason="cancelled there", now=now)
             case Beat(load):
                 self._effects += self._members.beat(member, load, now)
-            case Bye(reason):
-                if member.move(Sign.BYE):
+            case Bye(reason, is_gone):
+                if is_gone:
+                    self._apply(self._members.leave(member, reason, now), now)
+                elif member.move(Sign.BYE):
                     self._effects.append(Stamp(member.name, "draining", reason))
             case _:
                 self._effects.append(Stamp(member.name, "nonsense", type(message).__name__))

@@ -196,13 +196,17 @@ def _load(
     slots = Slots(num_slots=num_slots, max_model_len=max_model_len, page_size=instance.kv.page_size, device=device)
     sampler = Sampler(vocab_size=spec.vocab_size, max_slots=num_slots, device=device)
     runner = Runner(model, pool, mesh, attention=attention, slots=slots, sampler=sampler)
-    where = f"{torch.get_num_threads()} threads, {cpu_ops.describe()}" if device.type == "cpu" else str(device)
+    where = f"{_count(torch.get_num_threads())}, {cpu_ops.describe()}" if device.type == "cpu" else str(device)
     note = (
         f"{checked.layout.dtype}, {where}, attention {attention.note}, sums {mesh.note}, "
         f"weights {reader.nbytes / 2**20:.0f} MiB"
     )
     card = _card(config, checked, max_model_len)
     return Engine(card, checked.layout, pool.shard, note=note, runner=runner, mesh=mesh)
+
+
+def _count(num_threads: int) -> str:
+    return "1 thread" if num_threads == 1 else f"{num_threads} threads"
 
 
 def _pool(instance: InstanceConfig, checked: _Checked, mesh: Mesh, *, transport: Transport) -> KVPool:

@@ -22,6 +22,7 @@ from pd.runtime.front.settings import FrontSettings
 from pd.runtime.front.shapes import encode
 from pd.runtime.front.text import Text
 from pd.runtime.front.tokenizing import Tokenizing, parse_detokenize, parse_tokenize
+from pd.runtime.front.wanted import check_ids
 from pd.runtime.wire.messages import ModelCard
 
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
@@ -172,5 +173,5 @@ class _Front:
 
     async def _detokenize(self, exchange: Exchange) -> None:
         model, tokens = parse_detokenize(await read_body(exchange, self._settings))
-        known(self._door, model)
+        check_ids("tokens", tokens, known(self._door, model).vocab_size)
         await exchange.reply(200, encode({"prompt": self._text.decode(tokens, skip_special_tokens=False)}))

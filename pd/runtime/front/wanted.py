@@ -81,13 +81,13 @@ def plan_submits(
             f"{len(prompts)} prompts with n = {wanted.num_choices} are more than {MAX_CHOICES} answers",
             param="n",
         )
-    _check_ids("stop_token_ids", wanted.sampling.stop_token_ids, card.vocab_size)
-    _check_ids("logit_bias", (token_id for token_id, _ in wanted.sampling.logit_bias), card.vocab_size)
+    check_ids("stop_token_ids", wanted.sampling.stop_token_ids, card.vocab_size)
+    check_ids("logit_bias", (token_id for token_id, _ in wanted.sampling.logit_bias), card.vocab_size)
     stop_ids = wanted.sampling.stop_token_ids + (() if wanted.ignore_eos else eos_token_ids)
     seed = drawn.seed if wanted.seed is None else wanted.seed
     submits: list[Submit] = []
     for prompt in prompts:
-        _check_ids(wanted.prompt_field, prompt, card.vocab_size)
+        check_ids(wanted.prompt_field, prompt, card.vocab_size)
         max_tokens = _max_tokens(wanted, num_prompt=len(prompt), limit=card.max_model_len)
         for choice in range(wanted.num_choices):
             sampling = msgspec.structs.replace(
@@ -120,7 +120,7 @@ def _max_tokens(wanted: Wanted, *, num_prompt: int, limit: int) -> int:
     return asked
 
 
-def _check_ids(field: str, token_ids: Iterable[int], vocab_size: int) -> None:
+def check_ids(field: str, token_ids: Iterable[int], vocab_size: int) -> None:
     ids = tuple(token_ids)
     if not ids:
         return

@@ -39,7 +39,7 @@ from pd.runtime.observe import log_stamp
 from pd.runtime.roles.process import StopSignals, new_epoch, reachable_host, setup_logging
 from pd.runtime.roles.ranks import Ranks, RanksLost, raise_if_failed
 from pd.runtime.wire.link import Hub, LinkError, Spoke
-from pd.runtime.wire.messages import WIRE_VERSION, AnyMessage, Hello, Peers, RankFailed, RankReady, Role
+from pd.runtime.wire.messages import WIRE_VERSION, AnyMessage, Bye, Hello, Peers, RankFailed, RankReady, Role
 
 log = logging.getLogger("pd.instance")
 
@@ -87,7 +87,9 @@ class Leader:
         log.log(logging.ERROR if self._exit.failed else logging.INFO, "ending: %s", self._exit.reason)
         return 1 if self._exit.failed else 0
 
-    def close(self) -> None:
+    def close(self, reason: str) -> None:
+        """Say that this life is over; call it when the ranks have ended."""
+        self._router.send(Bye(reason, is_gone=True))
         for spoke in (self._router, *self._peers.values()):
             spoke.close()
 
@@ -122,8 +124,13 @@ class Leader:
                 self._ranks.broadcast(plan)
             case Order(message=message):
                 self._ranks.broadcast(message)
+            case Stamp(what="unwelcome"):
+                log.warning(
+                    "no router answers at %s: start one (pd launch --role router) or check --router; trying on",
+                    self._config.link.router,
+                )
             case Stamp():
-                log_stamp(log, effect)
+                log_stamp(log, effect, me=self._me.name)
             case Exit():
                 self._exit = effect
             case Emit() | End():
@@ -162,22 +169,38 @@ def run(config: InstanceConfig) -> int:
         hub = _bind(context, config)
         log.info("starting %s, tp=%d, model %s", config.role.value, config.device.tp, checkpoint)
         try:
-            with Ranks(context, config, epoch=epoch, checkpoint=checkpoint) as ranks:
-                ready = ranks.wait_ready(stop)
-                if ready is None:
-                    return 0
-                hello = _hello(config, ready, epoch=epoch, hub=hub)
-                leader = Leader(context, config, ranks=ranks, hub=hub, hello=hello)
-                _say_ready(config, ready, checkpoint)
-                try:
-                    return leader.run(stop)
-                finally:
-                    leader.close()
-        except RanksLost as error:
-            log.error("error: %s; the instance ends with it", error)
-            return 1
+            return _lead(context, config, epoch=epoch, checkpoint=checkpoint, hub=hub, stop=stop)
         finally:
             hub.close()
+
+
+def _lead(
+    context: zmq.Context[zmq.Socket[bytes]],
+    config: InstanceConfig,
+    *,
+    epoch: str,
+    checkpoint: Path,
+    hub: Hub,
+    stop: StopSignals,
+) -> int:
+    """Start ranks, serve, end ranks, and only then say Bye: from there on nothing of this life writes anywhere."""
+    leader: Leader | None = None
+    reason = "told to stop"
+    try:
+        with Ranks(context, config, epoch=epoch, checkpoint=checkpoint) as ranks:
+            ready = ranks.wait_ready(stop)
+            if ready is None:
+                return 0
+            leader = Leader(context, config, ranks=ranks, hub=hub, hello=_hello(config, ready, epoch=epoch, hub=hub))
+            _say_ready(config, ready, checkpoint)
+            return leader.run(stop)
+    except RanksLost as error:
+        reason = str(error)
+        log.error("error: %s; the instance ends with it", error)
+        return 1
+    finally:
+        if leader is not None:
+            leader.close(reason)
 
 
 def _check_tp(config: InstanceConfig, checkpoint: Path) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import os
 import queue
-import signal
 import sys
 import threading
 import time
@@ -177,7 +176,6 @@ def serve(config: RankConfig, link: Spoke, outbox: Outbox) -> None:
 
 
 def main() -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C in the terminal is the leader's to act on
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=RankConfig)
     die_with(config.parent)
     setup_logging(f"{config.instance.name}/{config.rank}")

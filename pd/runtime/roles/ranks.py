@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -76,7 +77,7 @@ class Ranks:
         """Raises RanksLost if a process has ended."""
         for rank, process in enumerate(self._processes):
             if (status := process.poll()) is not None:
-                raise RanksLost(f"rank {rank} ended with status {status}")
+                raise RanksLost(f"rank {rank} {_how_it_ended(status)}")
 
     def wait_ready(self, stop: StopSignals) -> tuple[RankReady, ...] | None:
         """Wait until every rank has its weights and pool. None: told to stop. Raises ConfigError or RanksLost."""
@@ -115,6 +116,7 @@ class Ranks:
         process = subprocess.Popen(
             [sys.executable, "-m", "pd.runtime.roles.rank"],
             stdin=subprocess.PIPE,
+            preexec_fn=_leave_interrupts_to_us,
             env=_ENVIRONMENT | os.environ | {"OMP_NUM_THREADS": str(threads)},
         )
         os.sched_setaffinity(process.pid, cores)
@@ -122,6 +124,11 @@ class Ranks:
         process.stdin.write(msgspec.json.encode(born))
         process.stdin.close()
         return process
+
+
+def _leave_interrupts_to_us() -> None:
+    """In the child: a Ctrl-C in the terminal reaches it too, and it may still be importing torch."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 class _Progress:
@@ -148,6 +155,13 @@ def raise_if_failed(message: AnyMessage) -> None:
         if message.mendable:
             raise ConfigError(message.error, hint=message.hint)
         raise RanksLost(f"rank {message.rank}: {message.error}")
+
+
+def _how_it_ended(status: int) -> str:
+    if status >= 0:
+        return f"ended with status {status}"
+    name = signal.Signals(-status).name
+    return f"was ended by {name}" + (", perhaps for want of memory (see dmesg)" if name == "SIGKILL" else "")
 
 
 def rank_cores(config: InstanceConfig, rank: int) -> tuple[int, ...]:

@@ -151,6 +151,7 @@ class Router:
                 self._lives[sender.name] = sender
             case Beat(load=load):
                 self._metrics.beat(sender.name, load)
+                self._lives.setdefault(sender.name, sender)  # an idle worker says nothing else to a restarted router
             case _:
                 self._lives.setdefault(sender.name, sender)
 

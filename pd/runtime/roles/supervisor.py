@@ -223,7 +223,7 @@ class Supervisor:
         yield table
         question = '{"role": "user", "content": "What is the capital of France?"}'
         yield f"try    curl {address}/v1/chat/completions -H 'Content-Type: application/json' \\"
-        yield f'         -d \'{{"model": "{config.model}", "messages": [{question}]}}\''
+        yield f'         -d \'{{"model": "{config.model}", "messages": [{question}], "temperature": 0}}\''
         yield f"stop   Ctrl-C, or kill {os.getpid()}"
 
 

@@ -159,9 +159,13 @@ class Peers(Message, frozen=True):
 
 
 class Bye(Message, frozen=True):
-    """A worker leaves, or is about to: send it nothing new. It ends what it runs."""
+    """A worker leaves, or is about to: send it nothing new. It ends what it runs.
+
+    `is_gone`: its ranks have ended, and it ends with this message.
+    """
 
     reason: str
+    is_gone: bool = False
 
 
 # ---- router -> workers ------------------------------------------------------------------------------------------
