@@ -44,6 +44,7 @@ from pd.runtime.wire.messages import WIRE_VERSION, AnyMessage, Bye, Hello, Peers
 log = logging.getLogger("pd.instance")
 
 _TICK_MS = 50
+_TRANSFER = {"auto": "auto, which is shm to peers on this host and tcp to others"}
 _MAX_EVENTS_A_TURN = 512
 """Messages read before deadlines are looked at again."""
 
@@ -266,5 +267,5 @@ def _say_ready(config: InstanceConfig, ready: tuple[RankReady, ...], checkpoint:
         num_pages,
         first.layout.page_size,
         num_pages * first.layout.page_size,
-        first.transfer,
+        _TRANSFER.get(first.transfer, first.transfer),
     )
