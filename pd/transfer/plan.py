@@ -32,7 +32,8 @@ def pair_up(src: Sequence[Shard], dst: Sequence[Shard]) -> tuple[Pair, ...]:
     """Give each destination layer and head exactly one source rank; pairs ordered by (src, dst).
 
     Where several source ranks hold the same part, those who want it are dealt out in blocks (the i-th of W
-    goes to holder i·R // W, the usual formula), unless the least loaded holders leave the busiest less to do.
+    goes to holder i·R // W, the usual formula), unless the least loaded holders leave the busiest less to do. In the
+    end no source has a part that a holder with two parts less could send.
     Raises LayoutMismatch naming a part that no source holds.
     """
     cuts_layer = sorted({edge for s in (*src, *dst) for edge in (s.layer_start, s.layer_stop)})
@@ -40,10 +41,17 @@ def pair_up(src: Sequence[Shard], dst: Sequence[Shard]) -> tuple[Pair, ...]:
     heads = sorted({head for d in dst for head in d.heads})
     atoms = [_Atom.of(segment, head, src, dst) for segment in segments for head in heads]
     load = [0] * len(src)  # layers × heads given to each source so far
-    given: dict[tuple[int, int], list[tuple[range, int]]] = {}
+    dealt: list[tuple[_Atom, list[int]]] = []
     for atom in sorted((a for a in atoms if a.wanted_by), key=lambda a: len(a.held_by)):  # least choice first
-        for s, d in zip(atom.deal(load), atom.wanted_by, strict=True):
+        sources = atom.deal(load)
+        dealt.append((atom, sources))
+        for s in sources:
             load[s] += len(atom.layers)
+    while any(atom.level(sources, load) for atom, sources in dealt):
+        pass
+    given: dict[tuple[int, int], list[tuple[range, int]]] = {}
+    for atom, sources in dealt:
+        for s, d in zip(sources, atom.wanted_by, strict=True):
             given.setdefault((s, d), []).append((atom.layers, atom.head))
     return tuple(Pair(s, d, *box) for (s, d), parts in sorted(given.items()) for box in _boxes(parts))
 
@@ -81,6 +89,17 @@ class _Atom(NamedTuple):
             return max(load[s] + choice.count(s) * len(self.layers) for s in self.held_by)
 
         return blocks if busiest(blocks) <= busiest(filled) else sorted(filled)
+
+    def level(self, sources: list[int], load: list[int]) -> bool:
+        """Hand parts of busy sources to holders that have two parts less, in place. Whether any was."""
+        size, has_moved = len(self.layers), False
+        for i, busy in enumerate(sources):
+            least = min(self.held_by, key=load.__getitem__)
+            if load[busy] - load[least] >= 2 * size:
+                load[busy] -= size
+                load[least] += size
+                sources[i], has_moved = least, True
+        return has_moved
 
 
 def _boxes(parts: list[tuple[range, int]]) -> Iterator[tuple[range, range]]:
