@@ -12,90 +12,31 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 from transformers import AutoModelForCausalLM
 
+from pd.bench.steps import Steps
 from pd.runtime.checkpoint import resolve
-from pd.runtime.config import DeviceConfig, InstanceConfig, KVConfig, ModelConfig, RankConfig, StepConfig
-from pd.runtime.engine.build import Engine, build
-from pd.runtime.wire.messages import Chunk, Role, Sampling, SlotInit, StepKind, StepPlan
-from pd.transfer.memory import MemoryHub, MemoryTransport
 
 PROMPT = 512  # tokens
 CONTEXT = 256  # tokens before the first decode step
 STEPS = 24
 ROUNDS = 3
-PAGE = 16
 
 
-class Ours:
-    """The engine, driven by plans as a leader drives it."""
-
-    def __init__(self, checkpoint: Path, dtype: str, threads: int) -> None:
-        instance = InstanceConfig(
-            role=Role.COLOCATED,
-            name="bench",
-            model=ModelConfig(model=str(checkpoint), dtype=dtype),
-            kv=KVConfig(num_pages=2048),
-            step=StepConfig(max_running=32),
-            device=DeviceConfig(device="cpu", threads=threads),
-        )
-        config = RankConfig(
-            rank=0, instance=instance, epoch="e", leader="", rendezvous="", checkpoint=str(checkpoint), parent=0
-        )
-        self.engine: Engine = build(config, MemoryTransport(me="bench", hub=MemoryHub()), lambda done, total: None)
-        self._step = 0
-
-    def prefill(self, batch: int, num_tokens: int) -> float:
-        """Seconds to compute `batch` prompts in one step each; leaves their slots filled."""
-        num_pages = -(-(num_tokens + STEPS + 1) // PAGE)
-        admits = tuple(
-            SlotInit(
-                slot,
-                tuple((7 * slot + 13 * i) % 40000 + 100 for i in range(num_tokens)),
-                num_tokens,
-                Sampling(max_tokens=10_000, temperature=0.0),
-                tuple(range(slot * num_pages, (slot + 1) * num_pages)),
-            )
-            for slot in range(batch)
-        )
-        self._run(StepKind.IDLE, admits=admits)
-        start = time.perf_counter()
-        for slot in range(batch):
-            self._run(StepKind.PREFILL, chunks=(Chunk(slot, 0, num_tokens),))
-        return time.perf_counter() - start
-
-    def decode(self, batch: int, start_at: int) -> float:
-        """Seconds a step, the best of STEPS."""
-        best = float("inf")
-        for i in range(STEPS):
-            chunks = tuple(Chunk(slot, start_at + i, start_at + i + 1) for slot in range(batch))
-            start = time.perf_counter()
-            self._run(StepKind.DECODE, chunks=chunks)
-            best = min(best, time.perf_counter() - start)
-        return best
-
-    def retire(self, batch: int) -> None:
-        self._run(StepKind.IDLE, retire=tuple(range(batch)))
-
-    def _run(self, kind: StepKind, **parts: tuple[object, ...]) -> None:
-        self._step += 1
-        self.engine.step(StepPlan(self._step, kind, **parts))  # type: ignore[arg-type]
-
-
-def ours_decode(ours: Ours, batch: int) -> float:
+def ours_decode(ours: Steps, batch: int) -> float:
+    """Seconds a step, the best of STEPS."""
     ours.prefill(batch, CONTEXT)
-    seconds = ours.decode(batch, CONTEXT)
+    seconds = min(ours.decode(batch, CONTEXT, STEPS))
     ours.retire(batch)
     return seconds
 
 
-def ours_prefill(ours: Ours) -> float:
-    seconds = ours.prefill(1, PROMPT)
+def ours_prefill(ours: Steps) -> float:
+    (seconds,) = ours.prefill(1, PROMPT)
     ours.retire(1)
     return seconds
 
@@ -153,7 +94,7 @@ def main() -> int:
     asked = parser.parse_args()
     torch.set_num_threads(asked.threads)
     checkpoint, dtype = resolve(asked.model), getattr(torch, asked.dtype)
-    ours = Ours(checkpoint, asked.dtype, asked.threads)
+    ours = Steps(checkpoint, dtype=asked.dtype, batch=16, length=PROMPT + STEPS + 1, threads=asked.threads)
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype)
     model.generation_config.eos_token_id = None
     weights = sum(p.numel() for p in model.parameters())

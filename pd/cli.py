@@ -8,13 +8,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Annotated, cast
+from typing import Annotated, Any, cast
 
 import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
 import pd
+from pd.cli_bench import bench
 from pd.cli_options import GroupedHelp, LaunchOptions, ServeOptions, as_command
 from pd.doctor.options import DoctorOptions
 
@@ -30,7 +31,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 def main() -> None:
     """Run the command in sys.argv and exit."""
     arguments = _with_empty_spec(sys.argv[1:])
-    if not arguments or "--help" in arguments:
+    if "--help" in arguments or _is_group(arguments):
         typer.echo(help_text(arguments))
         sys.exit(0)
     sys.exit(_run(arguments))
@@ -41,12 +42,28 @@ def help_text(arguments: list[str]) -> str:
 
     Made without parsing them, for which Typer imports pydantic: another 0.1 s.
     """
-    group = cast(TyperGroup, get_command(app))
-    context = typer.Context(group, info_name="pd")
-    command = group.commands.get(arguments[0]) if arguments else None
-    if command is not None:
-        return command.get_help(typer.Context(command, info_name=command.name, parent=context))
-    return group.get_help(context)
+    command: Any = get_command(app)
+    context = typer.Context(command, info_name="pd")
+    for word in _named(arguments):
+        command = command.commands[word]
+        context = typer.Context(command, info_name=word, parent=context)
+    return str(command.get_help(context))
+
+
+def _named(arguments: list[str]) -> list[str]:
+    """The words of `arguments` that name a command: `serve`, or `bench` and one of its commands."""
+    command, words = get_command(app), []
+    for word in arguments:
+        if not isinstance(command, TyperGroup) or word not in command.commands:
+            break
+        command = command.commands[word]
+        words.append(word)
+    return words
+
+
+def _is_group(arguments: list[str]) -> bool:
+    """Whether nothing, or a group alone, was said: then help is the answer."""
+    return arguments in ([], ["bench"])
 
 
 def _run(arguments: list[str]) -> int:
@@ -57,9 +74,7 @@ def _run(arguments: list[str]) -> int:
         chosen = app(arguments, prog_name="pd", standalone_mode=False)
         return int(chosen() if callable(chosen) else chosen or 0)
     except _UsageError as error:
-        names = [command.name for command in app.registered_commands]
-        commands = [word for word in arguments[:1] if word in names]
-        _complain([error.format_message()], hint=" ".join(["pd", *commands, "--help"]))
+        _complain([error.format_message()], hint=" ".join(["pd", *_named(arguments), "--help"]))
         return WRONG_USE
     except ConfigError as error:
         _complain(str(error).splitlines(), hint=error.hint)
@@ -104,6 +119,7 @@ def _doctor(options: DoctorOptions) -> Callable[[], int]:
 app.command("serve", cls=GroupedHelp)(as_command(_serve, ServeOptions))
 app.command("launch", cls=GroupedHelp)(as_command(_launch, LaunchOptions))
 app.command("doctor", cls=GroupedHelp)(as_command(_doctor, DoctorOptions))
+app.add_typer(bench, name="bench")
 
 
 @app.callback(invoke_without_command=True)

@@ -18,7 +18,7 @@ _WHAT, _MODEL, _DEVICE = "What", "Model", "Device"
 _KV, _STEPS, _NETWORK = "KV cache", "Steps", "Network and transfer"
 _DOCTOR = ("Checks", "Two hosts", "A launch")
 _PANELS = (None, _WHAT, _MODEL, _DEVICE, _KV, _STEPS, _NETWORK, *_DOCTOR)
-"""The order in which help shows them."""
+"""The order in which help shows them; a panel that is not here stands after these, as its command has them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,7 +174,8 @@ class GroupedHelp(TyperCommand):
     """A command whose help shows its options by panel."""
 
     def format_options(self, context: Any, formatter: Any) -> None:
-        for panel in _PANELS:
+        panels = [getattr(param, "rich_help_panel", None) for param in self.params]
+        for panel in dict.fromkeys((*_PANELS, *panels)):
             members = [param for param in self.params if getattr(param, "rich_help_panel", None) == panel]
             records = [param.get_help_record(context) for param in members]
             if lines := [record for record in records if record is not None]:
@@ -224,4 +225,5 @@ def _default(value: object, factory: object) -> object:
 
 
 def _panel(parameter: Parameter) -> int:
-    return _PANELS.index(parameter.annotation.__metadata__[0].rich_help_panel)
+    panel = parameter.annotation.__metadata__[0].rich_help_panel
+    return _PANELS.index(panel) if panel in _PANELS else len(_PANELS)

@@ -61,6 +61,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], set[str]]] = {
     "pd.plan": (_TOOL, set()),
     "pd.__main__": (("pd.cli",), set()),
     "pd.cli": (("pd",), set()),
+    "pd.cli_bench": (("pd.cli_options", "pd.bench"), {"torch", "zmq", "transformers"}),
     "pd.cli_options": ((), {"torch", "zmq", "transformers"}),
     "pd.cli_config": (("pd.cli_options", "pd.runtime.config", *_MESSAGES), {"torch", "zmq", "transformers"}),
     "pd.cli_layout": (
@@ -68,7 +69,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], set[str]]] = {
         {"torch", "zmq", "transformers"},
     ),
 }
-LAZY = ("pd.cli", "pd.transfer", "pd.doctor", "pd.runtime.checkpoint")
+LAZY = ("pd.cli", "pd.transfer", "pd.doctor", "pd.bench", "pd.runtime.checkpoint")
 """Where an import may stand within a function: what is optional, or slow and seldom needed."""
 
 

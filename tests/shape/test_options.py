@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import typer
+from typer.core import TyperGroup
 from typer.main import get_command
 
 from pd.cli import app
@@ -14,6 +18,9 @@ SHARED = {
     *("--transfer", "--transfer-devices"),
 }
 OPTIONS = {
+    "bench latency": {
+        *("--batches", "--contexts", "--device", "--dtype", "--output", "--prompts", "--rounds", "--threads"),
+    },
     "doctor": {
         *("--explain", "--host", "--json", "--model", "--only", "--page-size", "--peer", "--port", "--role", "--serve"),
         *("--tp", "--verbose"),
@@ -24,16 +31,30 @@ OPTIONS = {
 
 
 def test_the_commands_and_their_options_are_these() -> None:
-    group = get_command(app)
-    context = typer.Context(group)
+    context = typer.Context(get_command(app))
     found = {
         name: {option for param in command.params for option in param.opts if option.startswith("--")}
-        for name, command in group.commands.items()
+        for name, command in commands(get_command(app))
         if command.get_help(context)
     }
     assert found == OPTIONS
 
 
+def commands(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every command by the words that call it, those of groups included."""
+    for name, command in group.commands.items():
+        if isinstance(command, TyperGroup):
+            yield from commands(command, f"{prefix}{name} ")
+        else:
+            yield prefix + name, command
+
+
 def test_every_option_is_documented() -> None:
-    text = (ROOT / "docs" / "running.md").read_text()
-    assert {option for options in OPTIONS.values() for option in options if f"`{option}`" not in text} == set()
+    pages = {name: (ROOT / "docs" / f"{name}.md").read_text() for name in ("running", "benchmarks")}
+    missing = {
+        (command, option)
+        for command, options in OPTIONS.items()
+        for option in options
+        if f"`{option}`" not in pages["benchmarks" if command.startswith("bench ") else "running"]
+    }
+    assert missing == set()

@@ -1,0 +1,1 @@
+"""Measures servers, engines and their parts. A tool beside the house: it uses public doors only."""

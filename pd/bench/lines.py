@@ -1,0 +1,55 @@
+"""Results as JSON lines: the first says what was run and where, the others what was seen. Pure but for the file."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+FORMAT = 1
+"""Of the lines; a reader refuses others."""
+
+
+class Lines:
+    """A file that grows by a line a result, each written out at once: what is interrupted keeps what it has."""
+
+    def __init__(self, file: IO[bytes] | None) -> None:
+        self._file = file
+
+    def put(self, kind: str, **values: object) -> None:
+        if self._file is not None:
+            self._file.write(msgspec.json.encode({"kind": kind, **values}) + b"\n")
+            self._file.flush()
+
+
+@contextlib.contextmanager
+def written(path: str | None) -> Iterator[Lines]:
+    """Lines into `path`, begun anew; into nothing for None. Raises OSError before anything is measured."""
+    if path is None:
+        yield Lines(None)
+        return
+    with Path(path).open("wb") as file:
+        yield Lines(file)
+
+
+def read(path: Path) -> list[dict[str, object]]:
+    """Every line of a result. Raises ValueError naming the line that is none."""
+    found: list[dict[str, object]] = []
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            value = msgspec.json.decode(line, type=dict[str, object])
+        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+            raise ValueError(f"{path}:{number}: no JSON object: {error}") from error
+        if "kind" not in value:
+            raise ValueError(f"{path}:{number}: no result of pd bench: it has no kind")
+        found.append(value)
+    if not found:
+        raise ValueError(f"{path} is empty")
+    if found[0].get("format", FORMAT) != FORMAT:
+        raise ValueError(f"{path}: format {found[0]['format']}, this pd reads {FORMAT}")
+    return found
