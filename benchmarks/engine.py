@@ -8,15 +8,19 @@ turns and the best of all turns counts, since other processes share the machine.
 from __future__ import annotations
 
 import argparse
+import itertools
+import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
 
 from pd.bench.steps import Steps
 from pd.runtime.checkpoint import resolve
@@ -41,14 +45,32 @@ def ours_prefill(ours: Steps) -> float:
     return seconds
 
 
+class Stamps(LogitsProcessor):
+    """When each token's logits were there."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.times.append(time.perf_counter())
+        return scores
+
+
 def theirs_decode(model: torch.nn.Module, batch: int) -> float:
-    """Seconds a step of `generate`: the difference of a long and a one-token answer."""
-    ids = torch.randint(100, 40000, (batch, CONTEXT))
-    return (generate(model, ids, STEPS + 1) - generate(model, ids, 1)) / STEPS
+    """Seconds a step of `generate`, the best of STEPS."""
+    stamps = Stamps()
+    generate(model, torch.randint(100, 40000, (batch, CONTEXT)), STEPS + 1, stamps)
+    return min(after - before for before, after in itertools.pairwise(stamps.times))
 
 
-def generate(model: torch.nn.Module, ids: torch.Tensor, num_tokens: int) -> float:
-    start = time.perf_counter()
+def theirs_prefill(model: torch.nn.Module) -> float:
+    """Seconds until the logits of a prompt's last token, by `generate`."""
+    stamps, start = Stamps(), time.perf_counter()
+    generate(model, torch.randint(100, 40000, (1, PROMPT)), 1, stamps)
+    return stamps.times[0] - start
+
+
+def generate(model: torch.nn.Module, ids: torch.Tensor, num_tokens: int, stamps: Stamps) -> None:
     with torch.inference_mode():
         model.generate(  # type: ignore[operator]
             ids,
@@ -57,8 +79,8 @@ def generate(model: torch.nn.Module, ids: torch.Tensor, num_tokens: int) -> floa
             min_new_tokens=num_tokens,
             do_sample=False,
             pad_token_id=0,
+            logits_processor=LogitsProcessorList([stamps]),
         )
-    return time.perf_counter() - start
 
 
 def read_bandwidth() -> float:
@@ -91,6 +113,8 @@ def main() -> int:
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="each takes a minute where bf16 is emulated")
+    parser.add_argument("--alone", action="store_true", help="without transformers, whose bf16 may take minutes")
+    parser.add_argument("--vllm", metavar="PYTHON", help="of an environment with vLLM's CPU build: measured last")
     asked = parser.parse_args()
     torch.set_num_threads(asked.threads)
     checkpoint, dtype = resolve(asked.model), getattr(torch, asked.dtype)
@@ -98,32 +122,50 @@ def main() -> int:
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype)
     model.generation_config.eos_token_id = None
     weights = sum(p.numel() for p in model.parameters())
+    calls: dict[str, Callable[[], float]] = {
+        "read": lambda: 1 / read_bandwidth(),
+        "gemm": lambda: 1 / gemm_peak(dtype),
+        "ours prefill": lambda: ours_prefill(ours),
+        "ours 1": lambda: ours_decode(ours, 1),
+        "ours 16": lambda: ours_decode(ours, 16),
+    }
+    if not asked.alone:
+        calls |= {
+            "transformers prefill": lambda: theirs_prefill(model),
+            "transformers 1": lambda: theirs_decode(model, 1),
+            "transformers 16": lambda: theirs_decode(model, 16),
+        }
     took: dict[str, float] = {}
     for _ in range(asked.rounds):
-        for name, call in {
-            "read": lambda: 1 / read_bandwidth(),
-            "gemm": lambda: 1 / gemm_peak(dtype),
-            "ours prefill": lambda: ours_prefill(ours),
-            "ours 1": lambda: ours_decode(ours, 1),
-            "ours 16": lambda: ours_decode(ours, 16),
-            "theirs prefill": lambda: generate(model, torch.randint(100, 40000, (1, PROMPT)), 1),
-            "theirs 1": lambda: theirs_decode(model, 1),
-            "theirs 16": lambda: theirs_decode(model, 16),
-        }.items():
+        for name, call in calls.items():
             took[name] = min(took.get(name, float("inf")), call())
-    floor = weights * dtype.itemsize * took["read"]
+    if asked.vllm:
+        took |= {f"vLLM {key}": seconds for key, seconds in vllm(asked.vllm, checkpoint, asked.dtype).items()}
     embedding = model.get_input_embeddings().weight.numel()
-    prefill_floor = (weights - embedding) * PROMPT * took["gemm"]
-    out = sys.stdout.write
-    out(f"{checkpoint.name} {asked.dtype}, {asked.threads} threads; ours: {ours.engine.note}\n")
-    out(f"memory read {1e-9 / took['read']:.1f} GB/s, GEMM {2e-9 / took['gemm']:.0f} GFLOP/s\n")
-    out(f"{'':22}{'ours':>12}{'x floor':>10}{'transformers':>14}{'ratio':>8}\n")
-    floors = {"1": floor, "16": floor, "prefill": prefill_floor}
-    for label, key in (("decode, batch 1", "1"), ("decode, batch 16", "16"), ("prefill 512", "prefill")):
-        least = floors[key]
-        mine, other = took[f"ours {key}"], took[f"theirs {key}"]
-        out(f"{label:22}{mine * 1e3:9.1f} ms{mine / least:10.2f}{other * 1e3:11.1f} ms{other / mine:8.2f}\n")
+    decode_floor = weights * dtype.itemsize * took["read"]
+    floors = {"1": decode_floor, "16": decode_floor, "prefill": (weights - embedding) * PROMPT * took["gemm"]}
+    say(took, floors, f"{checkpoint.name} {asked.dtype}, {asked.threads} threads; ours: {ours.engine.notes.start_up}")
     return 0
+
+
+def vllm(python: str, checkpoint: Path, dtype: str) -> dict[str, float]:
+    """The same three figures of vLLM, in its own process and environment (benchmarks/README.md)."""
+    script = Path(__file__).with_name("engine_vllm.py")
+    command = [python, str(script), str(checkpoint), dtype, str(PROMPT), str(CONTEXT), str(STEPS), str(ROUNDS)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+
+
+def say(took: dict[str, float], floors: dict[str, float], title: str) -> None:
+    out = sys.stdout.write
+    out(f"{title}\nmemory read {1e-9 / took['read']:.1f} GB/s, GEMM {2e-9 / took['gemm']:.0f} GFLOP/s\n")
+    peers = [peer for peer in ("transformers", "vLLM") if f"{peer} 1" in took]
+    head = "".join(f"{peer:>14}{'ratio':>8}" for peer in peers)
+    out(f"{'':22}{'ours':>12}{'x floor':>10}{head}\n")
+    for label, key in (("decode, batch 1", "1"), ("decode, batch 16", "16"), ("prefill 512", "prefill")):
+        mine = took[f"ours {key}"]
+        others = "".join(f"{s * 1e3:11.1f} ms{s / mine:8.2f}" for s in (took[f"{peer} {key}"] for peer in peers))
+        out(f"{label:22}{mine * 1e3:9.1f} ms{mine / floors[key]:10.2f}{others}\n")
 
 
 if __name__ == "__main__":

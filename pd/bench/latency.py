@@ -67,11 +67,11 @@ def latency(options: LatencyOptions) -> int:
         finally:
             steps.close()
         bounds = _Bounds(steps, checkpoint, machine)
-        found = environment()
-        lines.put("latency", format=FORMAT, model=checkpoint.name, engine=steps.engine.note, environment=found)
+        found, engine = environment(), steps.engine.notes.start_up
+        lines.put("latency", format=FORMAT, model=checkpoint.name, engine=engine, environment=found)
         for cell in cells:
             _tell(lines, cell, bounds.least_s(cell))
-    console.print(f"{checkpoint.name}: {steps.engine.note}\n{in_words(found)}", soft_wrap=True)
+    console.print(f"{checkpoint.name}: {engine}\n{in_words(found)}", soft_wrap=True)
     console.print(f"memory read {1e-9 / machine.read_s:.1f} GB/s, matrix product {2e-9 / machine.madd_s:.0f} GFLOP/s")
     console.print(_table(cells, bounds))
     return 0
@@ -166,7 +166,7 @@ def _table(cells: list[Cell], bounds: _Bounds) -> Table:
 
 
 def _device(steps: Steps) -> torch.device:
-    return torch.device("cuda" if "cuda" in steps.engine.note else "cpu")
+    return torch.device("cuda" if "cuda" in steps.engine.notes.start_up else "cpu")
 
 
 def _read_s(device: torch.device) -> float:

@@ -48,6 +48,17 @@ def test_colocated_instances_have_no_peers_and_serve_alone() -> None:
     assert not sent(effects, Peers) and bench.brain.missing() == ()
 
 
+def test_an_instance_with_other_operators_joins_with_a_warning_that_names_both() -> None:
+    bench = Bench()
+    bench.join(hello("p0", Role.PREFILL, operators="C++ ops (avx2)"))
+    alike = bench.join(hello("p1", Role.PREFILL, operators="C++ ops (avx2)"))
+    assert not [effect for effect in alike if isinstance(effect, Stamp) and effect.what == "differs"]
+    effects = bench.join(hello("d0", Role.DECODE, operators="plain PyTorch"))
+    assert sent(effects, Welcome) == [("d0", Welcome())]
+    (warning,) = [effect.detail for effect in effects if isinstance(effect, Stamp) and effect.what == "differs"]
+    assert "d0 computes with plain PyTorch, p0 with C++ ops (avx2)" in warning
+
+
 def test_a_repeated_hello_is_welcomed_again_and_changes_nothing() -> None:
     bench = pair_bench()
     handle = decoding(bench, "a")

@@ -188,6 +188,18 @@ def mismatch(sender: Peer, hello: Hello, others: Iterable[Hello]) -> str | None:
     return None
 
 
+def unlike(hello: Hello, others: Iterable[Hello]) -> str | None:
+    """Who computes with other operators than `hello`: both can serve, and below float32 may round differently."""
+    for other in others:
+        if other.worker != hello.worker and other.operators != hello.operators:
+            ours, theirs = hello.operators or "unknown operators", other.operators or "unknown operators"
+            return (
+                f"{hello.worker} computes with {ours}, {other.worker} with {theirs}: "
+                f"in {hello.layout.dtype} an answer may depend on who computes it"
+            )
+    return None
+
+
 def _differences(hello: Hello, other: Hello, part: str, fields: tuple[str, ...]) -> Iterator[str]:
     ours, theirs = getattr(hello, part), getattr(other, part)
     for field in fields:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from pd.runtime.core.events import Effect, Peer, Send, Stamp
-from pd.runtime.core.member import OTHER, STANDINGS, Member, Sign, Standing, is_isolated, mismatch
+from pd.runtime.core.member import OTHER, STANDINGS, Member, Sign, Standing, is_isolated, mismatch, unlike
 from pd.runtime.wire.messages import (
     Hello,
     Load,
@@ -103,6 +103,8 @@ class Membership:
         self._members[sender.name] = member
         self._ended.pop(sender, None)
         effects: list[Effect] = [Send(member.name, Welcome()), Stamp(member.name, "joined", hello.role.value)]
+        if difference := unlike(hello, (other.hello for other in self)):
+            effects.append(Stamp(member.name, "differs", difference))
         effects += self._tell(member, now)
         return Changes(effects + self._tell_others(member, now), losses)
 

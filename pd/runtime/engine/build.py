@@ -11,13 +11,13 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from pd.runtime.config import ConfigError, InstanceConfig, RankConfig
-from pd.runtime.engine import cpu_ops
+from pd.runtime.engine import cpu_build, cpu_ops
 from pd.runtime.engine.attention import Attention, has_native
 from pd.runtime.engine.inputs import Slots
 from pd.runtime.engine.kv_pool import KVPool, count_pages, make_pool
@@ -37,16 +37,21 @@ T = TypeVar("T")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+class Notes(NamedTuple):
+    start_up: str  # dtype, threads, operators, weights: for a person
+    operators: str  # equal where two ranks compute the same bits
+
+
 class Engine:
     """One rank, ready. Owns weights, pool views and its place in the mesh; the transport stays its caller's."""
 
     def __init__(
-        self, card: ModelCard, layout: KVLayout, shard: Shard, *, note: str, runner: Runner, mesh: Mesh
+        self, card: ModelCard, layout: KVLayout, shard: Shard, *, notes: Notes, runner: Runner, mesh: Mesh
     ) -> None:
         self.card = card
         self.layout = layout
         self.shard = shard
-        self.note = note
+        self.notes = notes
         self._runner: Runner | None = runner
         self._mesh = mesh
 
@@ -196,13 +201,19 @@ def _load(
     slots = Slots(num_slots=num_slots, max_model_len=max_model_len, page_size=instance.kv.page_size, device=device)
     sampler = Sampler(vocab_size=spec.vocab_size, max_slots=num_slots, device=device)
     runner = Runner(model, pool, mesh, attention=attention, slots=slots, sampler=sampler)
-    where = f"{_count(torch.get_num_threads())}, {cpu_ops.describe()}" if device.type == "cpu" else str(device)
-    note = (
-        f"{checked.layout.dtype}, {where}, attention {attention.note}, sums {mesh.note}, "
-        f"weights {reader.nbytes / 2**20:.0f} MiB"
-    )
+    operators = f"{_computes(device)}, attention {attention.note}"
+    where = _count(torch.get_num_threads()) if device.type == "cpu" else str(device)
+    weights = f"{reader.nbytes / 2**20:.0f} MiB"
+    start_up = f"{checked.layout.dtype}, {where}, {operators}, sums {mesh.note}, weights {weights}"
     card = _card(config, checked, max_model_len)
-    return Engine(card, checked.layout, pool.shard, note=note, runner=runner, mesh=mesh)
+    notes = Notes(start_up, operators)
+    return Engine(card, checked.layout, pool.shard, notes=notes, runner=runner, mesh=mesh)
+
+
+def _computes(device: torch.device) -> str:
+    if device.type == "cpu":
+        return f"{cpu_ops.describe()}{', oneDNN bf16' if cpu_build.has_bf16_gemm() else ''}"
+    return f"PyTorch {torch.__version__} on {torch.cuda.get_device_name(device)}"
 
 
 def _count(num_threads: int) -> str:

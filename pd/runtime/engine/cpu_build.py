@@ -139,6 +139,8 @@ def build() -> str:
             return f"plain PyTorch (no C++ ops: {_hindrance()})"
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=".cpu_ops-") as folder:
             linked = _compile(Path(folder))
+            if module_path() != path:
+                raise BuildError("kernels/cpu was changed while it was compiled: build it once more")
             for old in path.parent.glob(f"{MODULE}.*.so"):
                 old.unlink(missing_ok=True)
             os.replace(linked, path)

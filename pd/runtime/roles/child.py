@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
+from pd.runtime.roles.process import die_with
+
 _LINE_NBYTES = 1 << 16
-_LIBC = ctypes.CDLL(None)
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +39,7 @@ def start(child: Child, *, scratch: str) -> subprocess.Popen[bytes]:
         stderr=subprocess.STDOUT,
         start_new_session=True,
         env=os.environ | {"TMPDIR": scratch},
-        preexec_fn=lambda: _end_with(parent),
+        preexec_fn=lambda: die_with(parent, by=signal.SIGTERM),
     )
 
 
@@ -90,10 +89,3 @@ async def lines(process: subprocess.Popen[bytes]) -> AsyncIterator[str]:
             yield line.decode(errors="replace")
     if rest:
         yield rest.decode(errors="replace")
-
-
-def _end_with(parent: int) -> None:
-    """Runs in the child before its program: the kernel shall tell it to end when we end, however that is."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:
-        os._exit(1)  # we ended before it could ask

@@ -241,6 +241,7 @@ def _hello(config: InstanceConfig, ready: tuple[RankReady, ...], *, epoch: str, 
         endpoints=tuple(answer.endpoint for answer in ready),
         peer_address="" if config.role is Role.COLOCATED else f"tcp://{host}:{port}",
         max_running=config.step.max_running,
+        operators=ready[0].operators,
     )
 
 

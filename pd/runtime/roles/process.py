@@ -13,6 +13,7 @@ from types import FrameType
 from urllib.parse import urlsplit
 
 _PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None, use_errno=True)  # before any fork: a child may not load it
 
 
 def setup_logging(who: str) -> None:
@@ -22,9 +23,9 @@ def setup_logging(who: str) -> None:
     )
 
 
-def die_with(parent: int) -> None:
-    """From now on the kernel kills this process when its parent, of this process id, ends. Linux only."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def die_with(parent: int, *, by: signal.Signals = signal.SIGKILL) -> None:
+    """From now on the kernel sends `by` to this process when its parent, of this process id, ends. Linux only."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, by)
     if os.getppid() != parent:
         os._exit(1)  # it ended before we could ask
 

@@ -164,7 +164,13 @@ def serve(config: RankConfig, link: Spoke, outbox: Outbox) -> None:
         io.ready(engine)
         outbox.put(
             RankReady(
-                config.rank, engine.shard, engine.layout, transport.endpoint(), transport.name, engine.card, engine.note
+                config.rank,
+                engine.shard,
+                engine.layout,
+                transport.endpoint(),
+                transport.name,
+                engine.card,
+                *engine.notes,
             )
         )
         compute(engine, io.plans, outbox)

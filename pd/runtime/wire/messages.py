@@ -131,6 +131,7 @@ class Hello(Message, frozen=True):
     endpoints: tuple[bytes, ...]  # one a rank; Transport.endpoint()
     peer_address: str  # where this leader takes handoff messages; "" for roles without
     max_running: int
+    operators: str = ""  # what computes: instances that differ here may round differently
 
 
 class Welcome(Message, frozen=True):
@@ -391,6 +392,7 @@ class RankReady(Message, frozen=True):
     transfer: str
     model: ModelCard
     note: str  # for the start-up line: dtype, threads, attention, transfer chosen and why
+    operators: str = ""  # as Hello's
 
 
 class RankLoading(Message, frozen=True):
