@@ -12,12 +12,19 @@ from functools import partial
 
 import typer
 
-from pd.bench.options import LatencyOptions
+from pd.bench.options import LatencyOptions, LoadOptions
 from pd.cli_options import GroupedHelp, as_command
 
 bench = typer.Typer(
     add_completion=False, rich_markup_mode=None, help="Measure: servers under load, the engine's steps, their parts."
 )
+
+
+def _serve(options: LoadOptions) -> Callable[[], int]:
+    """Load a server that runs, ours or any other of OpenAI's kind, and tell what its clients see."""
+    from pd.bench.serve import serve
+
+    return partial(serve, options)
 
 
 def _latency(options: LatencyOptions) -> Callable[[], int]:
@@ -28,4 +35,5 @@ def _latency(options: LatencyOptions) -> Callable[[], int]:
     return partial(latency, options)
 
 
+bench.command("serve", cls=GroupedHelp)(as_command(_serve, LoadOptions))
 bench.command("latency", cls=GroupedHelp)(as_command(_latency, LatencyOptions))

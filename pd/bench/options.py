@@ -42,3 +42,89 @@ class LatencyOptions:
     output: Annotated[
         str | None, typer.Option(metavar="FILE", help="Write results there, as JSON lines.", rich_help_panel=_SIZES)
     ] = None
+
+
+_SERVER, _TRAFFIC, _LOOKS, _GOALS = "Server", "Traffic", "Requests", "Goals and results"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrafficOptions:
+    """What is asked and judged, of `pd bench serve` and `pd bench compare`."""
+
+    dataset: Annotated[
+        str,
+        typer.Option(
+            metavar="KIND[:FILE][,KEY=VALUE…]",
+            help="random, shared-prefix, multi-turn; of a file: sharegpt, mooncake, azure, jsonl.",
+            rich_help_panel=_TRAFFIC,
+        ),
+    ] = "random"
+    arrival: Annotated[
+        str,
+        typer.Option(
+            metavar="KIND[,KEY=VALUE…]",
+            help="poisson; gamma,shape=0.25; constant; ramp,to=RATE,over=60; trace,scale=1.",
+            rich_help_panel=_TRAFFIC,
+        ),
+    ] = "poisson"
+    num_requests: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", help="Conversations to send. [default: 100, or all of a file]", rich_help_panel=_TRAFFIC
+        ),
+    ] = None
+    duration: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="Send for so long.", rich_help_panel=_TRAFFIC)
+    ] = None
+    warmup: Annotated[
+        int, typer.Option(metavar="N", help="Requests before, which do not count.", rich_help_panel=_TRAFFIC)
+    ] = 2
+    seed: Annotated[int, typer.Option(metavar="N", help="Of prompts and arrivals.", rich_help_panel=_TRAFFIC)] = 0
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Chat completions, in place of completions.", rich_help_panel=_LOOKS)
+    ] = False
+    allow_eos: Annotated[
+        bool,
+        typer.Option("--allow-eos", help="Answers may end by themselves, before max_tokens.", rich_help_panel=_LOOKS),
+    ] = False
+    extra: Annotated[
+        str | None, typer.Option(metavar="JSON", help="Further fields of every request.", rich_help_panel=_LOOKS)
+    ] = None
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(metavar="DIRECTORY", help="To count texts' tokens, and check usage.", rich_help_panel=_LOOKS),
+    ] = None
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Of a whole answer.", rich_help_panel=_LOOKS)] = (
+        600.0
+    )
+    slo: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME:MS,…",
+            help="Goals: ttft, tpot, itl (the longest gap), e2e; as ttft:500,tpot:50.",
+            rich_help_panel=_GOALS,
+        ),
+    ] = None
+    output: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Results, as JSON lines.", rich_help_panel=_GOALS)
+    ] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions(TrafficOptions):
+    """Of `pd bench serve`."""
+
+    url: Annotated[
+        str, typer.Option(metavar="http://HOST:PORT", help="Any OpenAI-compatible server.", rich_help_panel=_SERVER)
+    ] = "http://127.0.0.1:8000"
+    model: Annotated[
+        str | None, typer.Option(help="As the server calls it. [default: its first]", rich_help_panel=_SERVER)
+    ] = None
+    rate: Annotated[
+        float | None,
+        typer.Option(metavar="N", help="Arrivals a second, however many are open.", rich_help_panel=_TRAFFIC),
+    ] = None
+    concurrency: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="In place of a rate: so many open at once.", rich_help_panel=_TRAFFIC),
+    ] = None

@@ -21,6 +21,10 @@ ACTS = {
 _MESSAGES = ("pd.runtime.wire.messages", "pd.transfer.layout")
 _KITCHEN = ("pd.transfer", "pd.dp_attention", "pd.spec_decode", "pd.kernels")
 _TOOL = ("pd.runtime", "pd.transfer")
+_SEEDED = ACTS - {"random", "datetime"}
+"""For what rolls dice of a seed it is given, and reads dates that others wrote."""
+_PURE_BENCH = ("asks", "datasets", "traces", "arrivals", "outcome", "goals", "metrics", "reading")
+_BENCH = ("pd.bench.specs", *(f"pd.bench.load.{name}" for name in _PURE_BENCH))
 
 FLOORS: dict[str, tuple[tuple[str, ...], set[str]]] = {
     # package: (what of ours it may import beside itself, what else it may not); the longest match counts
@@ -57,6 +61,8 @@ FLOORS: dict[str, tuple[tuple[str, ...], set[str]]] = {
     ),
     "pd.runtime.roles": (("pd.runtime", *_KITCHEN), set()),
     "pd.doctor": (_TOOL, set()),
+    **{f"pd.bench.load.{name}": (_BENCH, _SEEDED) for name in _PURE_BENCH},
+    "pd.bench.specs": ((), ACTS),
     "pd.bench": (_TOOL, set()),
     "pd.plan": (_TOOL, set()),
     "pd.__main__": (("pd.cli",), set()),

@@ -17,10 +17,15 @@ SHARED = {
     *("--max-running", "--no-prefix-cache", "--num-pages", "--page-size", "--port", "--served-name", "--threads"),
     *("--transfer", "--transfer-devices"),
 }
+TRAFFIC = {
+    *("--allow-eos", "--arrival", "--chat", "--dataset", "--duration", "--extra", "--num-requests", "--output"),
+    *("--seed", "--slo", "--timeout", "--tokenizer", "--warmup"),
+}
 OPTIONS = {
     "bench latency": {
         *("--batches", "--contexts", "--device", "--dtype", "--output", "--prompts", "--rounds", "--threads"),
     },
+    "bench serve": TRAFFIC | {"--concurrency", "--model", "--rate", "--url"},
     "doctor": {
         *("--explain", "--host", "--json", "--model", "--only", "--page-size", "--peer", "--port", "--role", "--serve"),
         *("--tp", "--verbose"),

@@ -1,0 +1,57 @@
+"""A run's figures for a person."""
+
+from __future__ import annotations
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+from pd.bench.load.metrics import Spread, Summary
+
+_LATE_S = 0.005
+
+
+def figures(summary: Summary) -> RenderableType:
+    """Two tables: rates, and latencies in milliseconds."""
+    rates = Table(box=None, pad_edge=False, show_header=False)
+    for name, value in _rates(summary):
+        rates.add_row(name, value)
+    latencies = Table(box=None, pad_edge=False)
+    for heading in ("ms", "mean", "p50", "p90", "p95", "p99", "max"):
+        latencies.add_column(heading, justify="left" if heading == "ms" else "right")
+    for name, spread in (("TTFT", summary.ttft), ("ITL", summary.itl), ("TPOT", summary.tpot), ("E2E", summary.e2e)):
+        latencies.add_row(name, *cells(spread))
+    latencies.add_row("client late", *cells(summary.late), style="dim")
+    return Group(rates, "", latencies)
+
+
+def cells(spread: Spread) -> list[str]:
+    """Milliseconds."""
+    values = (spread.mean, spread.p50, spread.p90, spread.p95, spread.p99, spread.max)
+    return [f"{value * 1e3:.2f}" if spread.num else "-" for value in values]
+
+
+def notes(summary: Summary) -> list[str]:
+    """What a person should know before believing the figures."""
+    found = [f"failed: {number} x {kind}" for kind, number in sorted(summary.errors.items())]
+    if summary.num_interrupted:
+        found.append(f"interrupted: {summary.num_interrupted} requests were still open and do not count")
+    found += [f"token counts: {number} x {doubt}" for doubt, number in sorted(summary.doubts.items())]
+    if summary.late.p99 > max(_LATE_S, 0.1 * summary.ttft.p50):
+        found.append(
+            f"the client itself was late ({summary.late.p99 * 1e3:.0f} ms at p99), and TTFT and E2E include that: "
+            "give it a free core, or a lower rate"
+        )
+    return found
+
+
+def _rates(summary: Summary) -> list[tuple[str, str]]:
+    rows = [
+        ("requests", f"{summary.num_ok} of {summary.num_requests} answered in {summary.seconds:.2f} s"),
+        ("request rate", f"{summary.requests_s:.2f} /s"),
+        ("tokens in", f"{summary.prompt_tokens}, {summary.prompt_tokens_s:.1f} /s"),
+        ("tokens out", f"{summary.answer_tokens}, {summary.answer_tokens_s:.1f} /s"),
+    ]
+    if summary.goodput_s is not None:
+        attained = "-" if summary.attainment is None else f"{summary.attainment * 100:.1f} %"
+        rows.append(("goodput", f"{summary.goodput_s:.2f} /s; {attained} of requests met {summary.goals}"))
+    return rows
