@@ -10,6 +10,7 @@ import msgspec
 from pd.transfer import shm
 from pd.transfer.host import is_dead, this_life, why_elsewhere
 from pd.transfer.outbox import Outbox
+from pd.transfer.region import refuse_device
 from pd.transfer.shm import ShmEndpoint, ShmTransport
 from pd.transfer.tcp import TcpTransport
 from pd.transfer.transport import Completion, Span, TransferError
@@ -40,7 +41,8 @@ class AutoTransport:
         self._tcp.register(ctypes.addressof(ctypes.c_char.from_buffer(view)), nbytes)
         return view
 
-    def register(self, address: int, nbytes: int) -> None:
+    def register(self, address: int, nbytes: int, device: int | None = None) -> None:
+        refuse_device("auto", address, nbytes, device)
         raise TransferError(
             f"auto allocates the memory that it moves; for the {nbytes} bytes at {address:#x} choose tcp"
         )

@@ -40,7 +40,7 @@ class FakeTransport:
     def allocate(self, nbytes: int) -> memoryview:
         return memoryview(bytearray(nbytes))
 
-    def register(self, address: int, nbytes: int) -> None:
+    def register(self, address: int, nbytes: int, device: int | None = None) -> None:
         pass
 
     def endpoint(self) -> bytes:
@@ -50,6 +50,9 @@ class FakeTransport:
         if not endpoint.startswith(b"fake:"):
             raise TransferError(f"{peer} sent no fake endpoint: {endpoint[:32]!r}")
         self._peers.setdefault(peer, deque())
+
+    def describe(self, peer: str) -> str:
+        return self.name
 
     def write(self, peer: str, spans: Sequence[Span], *, job: int) -> None:
         if peer not in self._peers or not self._is_open:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from pd.transfer.outbox import Outbox
-from pd.transfer.region import Region, check_spans
+from pd.transfer.region import Region, check_spans, refuse_device
 from pd.transfer.transport import Completion, JobDone, JobFailed, PeerLost, Span, TransferError
 
 MAX_JOBS = 4096
@@ -68,7 +68,8 @@ class MemoryTransport:
     def allocate(self, nbytes: int) -> memoryview:
         return self._join(Region.anonymous(nbytes)).view
 
-    def register(self, address: int, nbytes: int) -> None:
+    def register(self, address: int, nbytes: int, device: int | None = None) -> None:
+        refuse_device("memory", address, nbytes, device)
         self._join(Region.at(address, nbytes))
 
     def endpoint(self) -> bytes:
@@ -85,6 +86,9 @@ class MemoryTransport:
                 raise TransferError(f"{peer} was severed; a new life of it has a new name")
             self._peers.setdefault(peer, _Peer(there))
             self._outbox.ring()
+
+    def describe(self, peer: str) -> str:
+        return self.name
 
     def write(self, peer: str, spans: Sequence[Span], *, job: int) -> None:
         self._take(peer, spans, job, is_read=False)

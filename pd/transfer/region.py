@@ -55,3 +55,12 @@ def check_spans(spans: Sequence[Span], *, src_nbytes: int, dst_nbytes: int) -> i
             )
         total += nbytes
     return total
+
+
+def refuse_device(backend: str, address: int, nbytes: int, device: int | None) -> None:
+    """For a backend that copies with the processor, which would fault on a GPU's addresses, or worse, not fault."""
+    if device is not None:
+        raise TransferError(
+            f"{backend} cannot reach the memory of GPU {device}: the KV pool of {nbytes} bytes at {address:#x}",
+            hint="--transfer nixl, which registers GPU memory: pip install nixl; pd doctor --only gpudirect",
+        )

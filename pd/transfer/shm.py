@@ -17,7 +17,7 @@ import msgspec
 
 from pd.transfer.host import Life, is_dead, this_life, why_elsewhere
 from pd.transfer.outbox import Outbox
-from pd.transfer.region import Region, check_size, check_spans
+from pd.transfer.region import Region, check_size, check_spans, refuse_device
 from pd.transfer.shm_worker import CLOSED, DOOR_NBYTES, Peer, ShmWorker, Source, Task, door_offset, open_source
 from pd.transfer.transport import Completion, Span, TransferError
 
@@ -69,7 +69,8 @@ class ShmTransport:
         self._region = Region(self._memory, nbytes)
         return self._region.view
 
-    def register(self, address: int, nbytes: int) -> None:
+    def register(self, address: int, nbytes: int, device: int | None = None) -> None:
+        refuse_device("shm", address, nbytes, device)
         raise TransferError(
             f"shm reaches memory that it allocates, not the {nbytes} bytes at {address:#x} made elsewhere"
         )
@@ -93,6 +94,9 @@ class ShmTransport:
         known = Peer(peer, there.life, there.source)
         self._worker.add(known)
         self._peers[peer] = (there, known)
+
+    def describe(self, peer: str) -> str:
+        return f"{self.name} (one host)"
 
     def write(self, peer: str, spans: Sequence[Span], *, job: int) -> None:
         self._take(peer, spans, job, is_read=False)

@@ -5,19 +5,17 @@ Who has not our endpoint has not the secret in it, and cannot write.
 
 from __future__ import annotations
 
-import fcntl
-import ipaddress
 import secrets
 import socket
-import struct
 import threading
 import time
 from collections.abc import Sequence
 
 import msgspec
 
+from pd.transfer.address import numeric_address
 from pd.transfer.outbox import Outbox
-from pd.transfer.region import Region, check_spans
+from pd.transfer.region import Region, check_spans, refuse_device
 from pd.transfer.tcp_frames import MAX_NAME_NBYTES, SECRET_NBYTES
 from pd.transfer.tcp_lane import Ours, TcpEndpoint, TcpLimits, decode
 from pd.transfer.tcp_link import Mux
@@ -29,7 +27,6 @@ SEVER_TIMEOUT_S = 5.0
 """For the thread to come by; one turn of it takes milliseconds, so only a stuck host takes longer."""
 
 _BACKLOG = 256
-_SIOCGIFADDR = 0x8915
 
 
 class TcpTransport:
@@ -50,7 +47,7 @@ class TcpTransport:
         if not 0 < len(me.encode()) <= MAX_NAME_NBYTES:
             raise TransferError(f"a name has 1 to {MAX_NAME_NBYTES} bytes, not {me!r}")
         self.me = me
-        self._address = _address(host, devices)
+        self._address = numeric_address(host, devices, backend="tcp")
         self._limits = limits or TcpLimits()
         self._outbox = outbox or Outbox()
         self.wake_fd = self._outbox.wake_fd
@@ -64,7 +61,8 @@ class TcpTransport:
     def allocate(self, nbytes: int) -> memoryview:
         return self._open(Region.anonymous(nbytes)).view
 
-    def register(self, address: int, nbytes: int) -> None:
+    def register(self, address: int, nbytes: int, device: int | None = None) -> None:
+        refuse_device("tcp", address, nbytes, device)
         self._open(Region.at(address, nbytes))
 
     def endpoint(self) -> bytes:
@@ -85,6 +83,9 @@ class TcpTransport:
             known.connect(now)
 
         loop.do(begin)
+
+    def describe(self, peer: str) -> str:
+        return self.name
 
     def write(self, peer: str, spans: Sequence[Span], *, job: int) -> None:
         self._take(peer, spans, job, is_read=False)
@@ -154,29 +155,3 @@ class TcpTransport:
         if not known.give(Job(job, tuple(spans), is_read, nbytes, time.monotonic())):
             raise TransferError(f"{peer} is lost, or {self._limits.max_jobs} jobs wait for it already")
         loop.do(known.flush)
-
-
-def _address(host: str, devices: tuple[str, ...]) -> str:
-    """The numeric address to listen on and to tell peers."""
-    if len(devices) > 1:
-        raise TransferError(f"tcp listens on one network interface, not on {', '.join(devices)}")
-    if devices:
-        return _address_of(devices[0])
-    try:
-        found = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
-    except OSError as error:
-        raise TransferError(f"cannot resolve the host {host!r} to listen on: {error}") from error
-    if ipaddress.ip_address(found).is_unspecified:
-        raise TransferError(
-            f"peers cannot reach {found}: give the address or the network interface that they reach this host by"
-        )
-    return found
-
-
-def _address_of(device: str) -> str:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        try:
-            answer = fcntl.ioctl(sock, _SIOCGIFADDR, struct.pack("256s", device.encode()[:15]))
-        except OSError as error:
-            raise TransferError(f"network interface {device} has no IPv4 address: {error}") from error
-    return socket.inet_ntoa(answer[20:24])

@@ -22,7 +22,26 @@ from typing import NamedTuple, Protocol
 
 
 class TransferError(Exception):
-    """Ours to retry: the transfer failed, the request need not."""
+    """Ours to retry: the transfer failed, the request need not. Before the start `hint` says what mends it."""
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+class RegistrationFailed(TransferError):
+    """The region cannot be made known to the wire. Ends the start."""
+
+    def __init__(self, backend: str, address: int, nbytes: int, *, device: int | None, reason: str) -> None:
+        where = "host memory" if device is None else f"GPU {device}"
+        super().__init__(
+            f"{backend} cannot register the KV pool, {nbytes} bytes of {where} at {address:#x}: {reason}",
+            hint=_LIKELY_HOST if device is None else _LIKELY_GPU,
+        )
+
+
+_LIKELY_HOST = "most often the limit of locked memory: pd doctor --only machine.memlock,rdma"
+_LIKELY_GPU = "most often GPUDirect is missing (nvidia-peermem, or dma-buf): pd doctor --only gpudirect,rdma"
 
 
 class LayoutMismatch(TransferError):
@@ -70,14 +89,20 @@ class Transport(Protocol):
     def allocate(self, nbytes: int) -> memoryview:
         """Make and register the region: zeroed host memory that peers can reach. Called once. Freed by `close`."""
 
-    def register(self, address: int, nbytes: int) -> None:
-        """Register memory the caller made instead (device memory). Raises TransferError naming buffer and size."""
+    def register(self, address: int, nbytes: int, device: int | None = None) -> None:
+        """Register memory the caller made instead, on that GPU or on the host. Called once.
+
+        Raises TransferError naming buffer and size where it cannot be reached or registered.
+        """
 
     def endpoint(self) -> bytes:
-        """What a peer needs to reach the region: opaque, at most 4 KiB, sent to peers in `Hello`."""
+        """What a peer needs to reach the region: opaque, at most 16 KiB, sent to peers in `Hello`."""
 
     def connect(self, peer: str, endpoint: bytes) -> None:
         """Begin to reach `peer`. Jobs may be given at once; they wait. Raises TransferError on a malformed endpoint."""
+
+    def describe(self, peer: str) -> str:
+        """The way to a connected peer, and why this one, for a person: `shm (one host)`."""
 
     def write(self, peer: str, spans: Sequence[Span], *, job: int) -> None:
         """Copy spans of our region (`src`) into the peer's (`dst`).

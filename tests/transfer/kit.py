@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
+import importlib.util
 import json
 import os
 import random
@@ -13,15 +15,43 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import pytest
+from _pytest.mark import ParameterSet
+
 from pd.transfer.auto import AutoTransport
+from pd.transfer.library import LibraryLimits
 from pd.transfer.memory import MemoryHub, MemoryTransport
+from pd.transfer.mooncake import mooncake_transport
+from pd.transfer.nixl import nixl_transport
 from pd.transfer.shm import ShmTransport
 from pd.transfer.tcp import TcpTransport
 from pd.transfer.tcp_lane import TcpLimits
 from pd.transfer.transport import Completion, JobDone, JobFailed, PeerLost, Span, TransferError, Transport
 
-BACKENDS = ("memory", "shm", "tcp", "tcp3", "auto")
-"""tcp3: with three lanes a peer."""
+os.environ.setdefault("UCX_MODULES", "cma")
+"""With the vendors' verbs libraries loaded, UCX crashes the process at its end; a rank ends without farewell."""
+
+
+def why_absent(library: str) -> str | None:
+    """Why a backend's library cannot be used here."""
+    if importlib.util.find_spec(library) is None:
+        return f"{library} is not installed: pip install -e .[{library}]"
+    try:
+        importlib.import_module({"nixl": "nixl._api", "mooncake": "mooncake.engine"}[library])
+    except (ImportError, OSError) as error:
+        return f"{library} cannot be imported: {error}"
+    return None
+
+
+def backends(*names: str) -> list[ParameterSet]:
+    """Parameters of a test, those skipped whose library is not here."""
+    reasons = {name: why_absent(name) for name in ("nixl", "mooncake")}
+    marks = {name: pytest.mark.skipif(reason is not None, reason=str(reason)) for name, reason in reasons.items()}
+    return [pytest.param(name, marks=marks.get(name.partition("-")[0], ())) for name in names]
+
+
+SEVERS_THE_LIVING = ("memory", "tcp", "tcp3")
+"""The others cannot take back what a living peer may write."""
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -52,6 +82,7 @@ class Net:
             transport.close()
 
     def _new(self, me: str, limits: TcpLimits | None) -> Transport:
+        library_limits = LibraryLimits(limits.connect_s, limits.stall_s) if limits else None
         match self.backend:
             case "memory":
                 return MemoryTransport(me=me, hub=self.hub)
@@ -61,6 +92,12 @@ class Net:
                 return TcpTransport(me=me, limits=limits)
             case "tcp3":
                 return TcpTransport(me=me, limits=limits or TcpLimits(num_lanes=3))
+            case "nixl":
+                return nixl_transport(me=me, limits=library_limits)
+            case "nixl-tcp":
+                return nixl_transport(me=me, params={"engine_config": "TLS=tcp"}, limits=library_limits)
+            case "mooncake":
+                return mooncake_transport(me=me, host="127.0.0.1", limits=library_limits)
             case "auto":
                 return AutoTransport(me=me)
         raise ValueError(self.backend)

@@ -11,10 +11,22 @@ from collections.abc import Callable, Iterator
 import msgspec
 import pytest
 
+from pd.transfer.library import decode as library_endpoint
+from pd.transfer.library import encode as seal
 from pd.transfer.shm import ShmEndpoint
 from pd.transfer.tcp_lane import TcpEndpoint, TcpLimits
 from pd.transfer.transport import JobDone, JobFailed, PeerLost, Span
-from tests.transfer.kit import Child, Net, done_jobs, lost_after_write, wait_for, wait_jobs, wait_lost
+from tests.transfer.kit import (
+    SEVERS_THE_LIVING,
+    Child,
+    Net,
+    backends,
+    done_jobs,
+    lost_after_write,
+    wait_for,
+    wait_jobs,
+    wait_lost,
+)
 
 MIB = 1 << 20
 QUICK = TcpLimits(connect_s=0.5, stall_s=0.5)
@@ -22,7 +34,7 @@ QUICK = TcpLimits(connect_s=0.5, stall_s=0.5)
 Spawn = Callable[[str, int], Child]
 
 
-@pytest.fixture(params=["shm", "tcp", "auto"])
+@pytest.fixture(params=backends("shm", "tcp", "auto", "nixl", "nixl-tcp", "mooncake"))
 def net(request: pytest.FixtureRequest) -> Iterator[Net]:
     made = Net(request.param)
     yield made
@@ -111,7 +123,7 @@ def test_a_killed_peer_is_severed_and_a_living_one_only_where_it_can_be(net: Net
     dead.process.kill()
     dead.process.wait()
     assert a.sever("dead")
-    assert a.sever("living") == (net.backend == "tcp")
+    assert a.sever("living") == (net.backend in SEVERS_THE_LIVING)
     living.process.kill()
     living.process.wait()
     assert a.sever("living"), "asked again, it looks again: quarantined pages must come back"
@@ -150,6 +162,10 @@ def predecessor(backend: str, old: bytes, new: bytes) -> bytes:
     if backend == "tcp":
         was, now = (msgspec.msgpack.decode(end, type=TcpEndpoint) for end in (old, new))
         return msgspec.msgpack.encode(msgspec.structs.replace(was, port=now.port))
+    if backend in ("nixl", "nixl-tcp", "mooncake"):
+        library = backend.partition("-")[0]
+        was_there, is_there = (library_endpoint("b", end, library) for end in (old, new))
+        return seal(msgspec.structs.replace(is_there, me=was_there.me, nonce=was_there.nonce))
     lost, here = (msgspec.msgpack.decode(end, type=ShmEndpoint) for end in (old, new))
     life = msgspec.structs.replace(lost.life, pid=here.life.pid)
     source = msgspec.structs.replace(lost.source, fd=here.source.fd)

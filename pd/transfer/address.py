@@ -1,0 +1,38 @@
+"""The numeric address that a backend listens on and tells its peers, from a host name or a network interface."""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import socket
+import struct
+
+from pd.transfer.transport import TransferError
+
+_SIOCGIFADDR = 0x8915
+
+
+def numeric_address(host: str, devices: tuple[str, ...], *, backend: str) -> str:
+    """Of the one interface in `devices`, else of `host`. Raises TransferError where peers could not use it."""
+    if len(devices) > 1:
+        raise TransferError(f"{backend} listens on one network interface, not on {', '.join(devices)}")
+    if devices:
+        return _address_of(devices[0])
+    try:
+        found = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise TransferError(f"cannot resolve the host {host!r} to listen on: {error}") from error
+    if ipaddress.ip_address(found).is_unspecified:
+        raise TransferError(
+            f"peers cannot reach {found}: give the address or the network interface that they reach this host by"
+        )
+    return found
+
+
+def _address_of(device: str) -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        try:
+            answer = fcntl.ioctl(sock, _SIOCGIFADDR, struct.pack("256s", device.encode()[:15]))
+        except OSError as error:
+            raise TransferError(f"network interface {device} has no IPv4 address: {error}") from error
+    return socket.inet_ntoa(answer[20:24])

@@ -1,0 +1,219 @@
+"""One peer of a `LibraryTransport`: its jobs in order, each ended by a look at the peer's door.
+
+    waiting ─► batches, up to four on their way ─► door read: open, and the same life ─► JobDone
+Rules
+1. Belongs to the worker's thread, but for `give`.
+2. The door is read after a job's last byte is in place: so a job is done only if the region still had its owner,
+   whatever the library answered for memory that nobody keeps any more.
+3. The next job begins when the last one is done, as no library promises the order of two.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from pd.transfer.copying import batches
+from pd.transfer.library import Copies, Library, LibraryEndpoint, LibraryLimits, Memory
+from pd.transfer.outbox import Outbox
+from pd.transfer.transport import Completion, JobDone, JobFailed, PeerLost, Span, TransferError
+
+_WINDOW = 4
+"""Batches on their way at once, of one job: enough that the wire never waits for us."""
+
+
+class Task(NamedTuple):
+    job: int
+    spans: tuple[Span, ...]
+    is_read: bool
+    nbytes: int
+    began: float
+
+
+class Slate(NamedTuple):
+    """Where this peer's door is read to."""
+
+    address: int
+    view: memoryview
+
+
+@dataclass(slots=True)
+class _Begun:
+    task: Task
+    rest: Iterator[list[Span]]
+    is_posted: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Peer:
+    name: str
+    there: LibraryEndpoint
+    ours: Memory
+    library: Library
+    limits: LibraryLimits
+    outbox: Outbox
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    has_left: threading.Event = field(default_factory=threading.Event)
+    is_near: bool = False  # its process can be watched from here
+    cut_reason: str | None = None
+    is_gone: bool = False
+    pidfd: int | None = None
+    slate: Slate | None = None
+    _waiting: deque[Task] = field(default_factory=deque)
+    _contact: object = None
+    _is_up: bool = False
+    _begun: _Begun | None = None
+    _open: list[object] = field(default_factory=list)  # batches
+    _look: object = None  # a read of the door
+    _next_look: float = 0.0
+    _deadline: float = 0.0
+
+    @property
+    def is_waiting(self) -> bool:
+        """For something that a job needs."""
+        return self._begun is not None or not self._is_up
+
+    @property
+    def is_looking(self) -> bool:
+        """The slate may still be written."""
+        return self._look is not None
+
+    def give(self, task: Task) -> bool:
+        """From any thread. False: it is gone, or too many wait."""
+        with self.lock:
+            if self.is_gone or len(self._waiting) >= self.limits.max_jobs:
+                return False
+            self._waiting.append(task)
+        return True
+
+    def meet(self, slate: Slate, now: float) -> None:
+        """Begin to reach it. Raises TransferError."""
+        self.slate = slate
+        self._deadline = now + self.limits.connect_s
+        self._contact = self.library.meet(self.there.contact)
+        self._read_door()
+
+    def advance(self, now: float) -> bool:
+        """Take every step that can be taken without waiting; whether one was. Raises TransferError: it is lost."""
+        moved = self._reap()
+        if self._look is None and self._is_up:
+            moved |= self._post(now)
+        if moved or not (self._begun or self._waiting or not self._is_up):
+            self._deadline = now + self.limits.stall_s
+        elif now > self._deadline:
+            what, limit = (
+                ("no progress with", self.limits.stall_s) if self._is_up else ("no answer from", self.limits.connect_s)
+            )
+            raise TransferError(f"{what} {self.name} in {limit:g} s")
+        return moved
+
+    def lose(self, reason: str, *, is_ours: bool) -> None:
+        """Fail every job, then tell of the loss unless we wanted it. Nothing of it is posted any more."""
+        with self.lock:
+            self.is_gone = True
+            waiting = list(self._waiting)
+            self._waiting.clear()
+        may_land = self._abandon()
+        said: list[Completion] = []
+        if self._begun is not None:
+            said.append(JobFailed(self._begun.task.job, self.name, reason, may_land))
+        said += [JobFailed(task.job, self.name, reason) for task in waiting]
+        if not is_ours:
+            said.append(PeerLost(self.name, reason))
+        self._begun = None
+        self.outbox.put(*said)
+        self.has_left.set()
+
+    def _abandon(self) -> bool:
+        """Whether bytes of what was on its way may still move."""
+        may_land = False
+        for batch in self._open:
+            try:
+                may_land |= not self.library.is_done(batch)
+            except TransferError:
+                may_land = True  # it failed, which says nothing of the bytes that the network has
+        if self._contact is not None:
+            self.library.part(self._contact)
+        for batch in (*self._open, *([self._look] if self._look is not None else [])):
+            self.library.release(batch)
+        self._open, self._look, self._contact = [], None, None
+        return may_land
+
+    def _reap(self) -> bool:
+        still_open = []
+        for batch in self._open:
+            if self.library.is_done(batch):
+                self.library.release(batch)
+            else:
+                still_open.append(batch)
+        moved = len(still_open) < len(self._open)
+        self._open = still_open
+        if self._look is not None and self.library.is_done(self._look):
+            self.library.release(self._look)
+            self._look = None
+            self._seen()
+            moved = True
+        return moved
+
+    def _seen(self) -> None:
+        """The door was read."""
+        assert self.slate is not None
+        reason = read_door(self.slate.view, self.there.nonce)
+        if reason is not None:
+            raise TransferError(f"{self.name} {reason}")
+        self._is_up = True
+        self._next_look = time.monotonic() + self.limits.look_s
+        if self._begun is not None:
+            task, self._begun = self._begun.task, None
+            self.outbox.put(JobDone(task.job, task.nbytes, time.monotonic() - task.began))
+
+    def _post(self, now: float) -> bool:
+        if self._begun is None and self._waiting:
+            with self.lock:
+                task = self._waiting.popleft()
+            self._begun = _Begun(task, batches(task.spans))
+        if self._begun is None:
+            if now < self._next_look:
+                return False
+            self._read_door()
+            return False  # it is no news that we look
+        if self._begun.is_posted:
+            if self._open:
+                return False
+            self._read_door()
+            return True
+        if len(self._open) >= _WINDOW:
+            return False
+        spans = next(self._begun.rest, None)
+        if spans is None:
+            self._begun.is_posted = True
+        else:
+            copies = Copies(self.ours, self.there.memory, spans, self._begun.task.is_read)
+            self._open.append(self.library.post(self._contact, copies))
+        return True
+
+    def _read_door(self) -> None:
+        assert self.slate is not None
+        door = Span(0, 0, DOOR_NBYTES)
+        copies = Copies(Memory(self.slate.address), Memory(self.there.door), [door], is_read=True)
+        self._look = self.library.post(self._contact, copies)
+
+
+DOOR_NBYTES = 32
+_OPEN, _CLOSED = 1, 2
+
+
+def write_door(view: memoryview, nonce: bytes, *, is_open: bool) -> None:
+    view[: len(nonce)] = nonce
+    view[len(nonce)] = _OPEN if is_open else _CLOSED
+
+
+def read_door(view: memoryview, nonce: bytes) -> str | None:
+    """What is wrong with the peer behind that door, if anything is."""
+    if view[: len(nonce)] != nonce:
+        return "is another life than the one we were told of"
+    return None if view[len(nonce)] == _OPEN else "closed its region"
