@@ -13,6 +13,7 @@ from functools import partial
 import typer
 
 from pd.bench.options import LatencyOptions, LoadOptions
+from pd.bench.transfer_options import TransferOptions
 from pd.cli_options import GroupedHelp, as_command
 
 bench = typer.Typer(
@@ -35,5 +36,13 @@ def _latency(options: LatencyOptions) -> Callable[[], int]:
     return partial(latency, options)
 
 
+def _transfer(options: TransferOptions) -> Callable[[], int]:
+    """Time a request's KV from prefill ranks to decode ranks in another process, beside what no copy beats."""
+    from pd.bench.transfer import transfer
+
+    return partial(transfer, options)
+
+
 bench.command("serve", cls=GroupedHelp)(as_command(_serve, LoadOptions))
 bench.command("latency", cls=GroupedHelp)(as_command(_latency, LatencyOptions))
+bench.command("transfer", cls=GroupedHelp)(as_command(_transfer, TransferOptions))

@@ -26,7 +26,7 @@ from pd.runtime.wire.messages import Role
 _WORDS = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "device": ("auto", "cpu", "cuda"),
-    "transfer": ("auto", "shm", "tcp"),
+    "transfer": ("auto", "shm", "tcp", "nixl", "mooncake"),
 }
 _SHARED_COUNTS = ("page_size", "max_running", "max_prefill_tokens", "max_model_len")
 _OWN_COUNTS = ("tp", "num_pages", "threads")
@@ -43,7 +43,7 @@ _OF_INSTANCES = (
         "kv_memory",
         "no_prefix_cache",
     ),
-    *("max_running", "max_prefill_tokens", "max_model_len", "transfer", "transfer_devices"),
+    *("max_running", "max_prefill_tokens", "max_model_len", "transfer", "transfer_devices", "transfer_param"),
 )
 """Options that say nothing to a router."""
 _SIZE = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*(?:([KMGT])i?B?|B)?", re.IGNORECASE)
@@ -100,6 +100,9 @@ def shared_faults(options: SharedOptions) -> Iterator[str]:
             yield f"--kv-memory is {options.kv_memory!r}, must be bytes (4GiB) or a fraction (0.8)"
         if options.num_pages is not None:
             yield f"--num-pages {options.num_pages} and --kv-memory {options.kv_memory} both size the pool"
+    for param in options.transfer_param or ():
+        if not all(_pair(param)):
+            yield f"--transfer-param is {param!r}, must be KEY=VALUE"
     if not options.host:
         yield "--host is empty"
 
@@ -193,4 +196,10 @@ def _link(options: LaunchOptions) -> LinkConfig:
         router=options.router,
         transfer=options.transfer,
         transfer_devices=tuple(filter(None, (options.transfer_devices or "").split(","))),
+        transfer_params=tuple(_pair(param) for param in options.transfer_param or ()),
     )
+
+
+def _pair(param: str) -> tuple[str, str]:
+    key, _, value = param.partition("=")
+    return key.strip(), value.strip()

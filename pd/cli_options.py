@@ -77,7 +77,7 @@ class SharedOptions:
     transfer: Annotated[
         str,
         typer.Option(
-            metavar="auto|shm|tcp",
+            metavar="auto|shm|tcp|nixl|mooncake",
             help="How KV moves. auto: shm on one host, else tcp.",
             rich_help_panel=_NETWORK,
         ),
@@ -85,6 +85,14 @@ class SharedOptions:
     transfer_devices: Annotated[
         str | None,
         typer.Option(metavar="NAME,…", help="Network interfaces for KV.", rich_help_panel=_NETWORK),
+    ] = None
+    transfer_param: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE",
+            help="Of nixl (backend, and its own) or mooncake (protocol); may be repeated.",
+            rich_help_panel=_NETWORK,
+        ),
     ] = None
     host: Annotated[str, typer.Option(metavar="ADDRESS", help="Where to listen.", rich_help_panel=_NETWORK)] = (
         "127.0.0.1"

@@ -78,6 +78,8 @@ class LinkConfig:
     """auto: shm when the peer is on this host, else tcp."""
     transfer_devices: tuple[str, ...] = ()
     """Network interfaces or NICs. A backend that cannot honour them refuses."""
+    transfer_params: tuple[tuple[str, str], ...] = ()
+    """A library's own settings. A backend refuses those that it does not know."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

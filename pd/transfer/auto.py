@@ -65,7 +65,7 @@ class AutoTransport:
             self._ways[peer] = (self._tcp, reason)
         self._known[peer] = known
 
-    def describe(self, peer: str) -> str:
+    def describe(self, peer: str) -> str | None:
         """The way to a connected peer and why, for a person: `shm (one host)`."""
         way, why = self._way(peer)
         return f"{way.name} ({why})"

@@ -2,28 +2,54 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from pd.transfer.transport import TransferError, Transport
 
-NAMES = ("auto", "shm", "tcp")
+NAMES = ("auto", "shm", "tcp", "nixl", "mooncake")
 
 
-def make_transport(name: str, *, me: str, host: str, devices: tuple[str, ...] = ()) -> Transport:
-    """`me` is unique to this process's life; `host` and `devices` are where TCP listens.
+def make_transport(
+    name: str, *, me: str, host: str, devices: tuple[str, ...] = (), params: Mapping[str, str] | None = None
+) -> Transport:
+    """`me` is unique to this process's life; `host` and `devices` are where peers reach it.
 
-    Raises TransferError for an unknown name, and for devices that the backend cannot honour.
+    Raises TransferError for an unknown name, for devices or parameters that the backend cannot honour, and for a
+    library that is not here.
     """
-    if name == "auto":
-        from pd.transfer.auto import AutoTransport
+    given = dict(params or {})
+    match name:
+        case "nixl":
+            from pd.transfer.nixl import nixl_transport
 
-        return AutoTransport(me=me, host=host, devices=devices)
-    if name == "tcp":
-        from pd.transfer.tcp import TcpTransport
+            return nixl_transport(me=me, backend=given.pop("backend", "UCX"), params=given, devices=devices)
+        case "mooncake":
+            from pd.transfer.mooncake import mooncake_transport
 
-        return TcpTransport(me=me, host=host, devices=devices)
-    if name == "shm":
-        from pd.transfer.shm import ShmTransport
+            protocol = given.pop("protocol", "tcp")
+            _refuse(name, given)
+            return mooncake_transport(me=me, host=host, protocol=protocol, devices=devices)
+        case "auto":
+            from pd.transfer.auto import AutoTransport
 
-        if devices:
-            raise TransferError(f"shm uses no network devices, so it cannot honour {', '.join(devices)}")
-        return ShmTransport(me=me)
+            _refuse(name, given)
+            return AutoTransport(me=me, host=host, devices=devices)
+        case "tcp":
+            from pd.transfer.tcp import TcpTransport
+
+            _refuse(name, given)
+            return TcpTransport(me=me, host=host, devices=devices)
+        case "shm":
+            from pd.transfer.shm import ShmTransport
+
+            _refuse(name, given)
+            if devices:
+                raise TransferError(f"shm uses no network devices, so it cannot honour {', '.join(devices)}")
+            return ShmTransport(me=me)
     raise TransferError(f"no transfer backend is called {name!r}; there are {', '.join(NAMES)}")
+
+
+def _refuse(name: str, params: Mapping[str, str]) -> None:
+    if params:
+        told = ", ".join(f"{key}={value}" for key, value in params.items())
+        raise TransferError(f"{name} has no parameter {told}", hint="parameters are for --transfer nixl and mooncake")

@@ -51,7 +51,7 @@ class FakeTransport:
             raise TransferError(f"{peer} sent no fake endpoint: {endpoint[:32]!r}")
         self._peers.setdefault(peer, deque())
 
-    def describe(self, peer: str) -> str:
+    def describe(self, peer: str) -> str | None:
         return self.name
 
     def write(self, peer: str, spans: Sequence[Span], *, job: int) -> None:

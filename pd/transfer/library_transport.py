@@ -87,7 +87,7 @@ class LibraryTransport:
         worker.add(known)
         self._peers[peer] = known
 
-    def describe(self, peer: str) -> str:
+    def describe(self, peer: str) -> str | None:
         return self.name
 
     def write(self, peer: str, spans: Sequence[Span], *, job: int) -> None:

@@ -87,7 +87,7 @@ class MemoryTransport:
             self._peers.setdefault(peer, _Peer(there))
             self._outbox.ring()
 
-    def describe(self, peer: str) -> str:
+    def describe(self, peer: str) -> str | None:
         return self.name
 
     def write(self, peer: str, spans: Sequence[Span], *, job: int) -> None:

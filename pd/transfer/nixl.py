@@ -25,6 +25,12 @@ from pd.transfer.library_transport import LibraryTransport
 from pd.transfer.outbox import Outbox
 from pd.transfer.transport import RegistrationFailed, TransferError
 
+UCX_PARAMS = {
+    *("engine_config", "num_threads", "num_workers", "split_batch_size", "ucx_error_handling_mode"),
+    "ucx_num_device_channels",
+}
+"""NIXL takes any name and says nothing of those that mean nothing."""
+
 _TEND_S = 1e-3
 
 
@@ -41,6 +47,9 @@ def nixl_transport(
     if devices and backend != "UCX":
         raise TransferError(f"nixl's {backend} backend cannot be told its devices, so not {', '.join(devices)} either")
     options = dict(params or {})
+    if backend == "UCX" and (unknown := sorted(set(options) - UCX_PARAMS)):
+        known = ", ".join(sorted(UCX_PARAMS))
+        raise TransferError(f"nixl's UCX backend would ignore the parameters {', '.join(unknown)}; it knows {known}")
     return LibraryTransport(
         me=me,
         start=lambda name: NixlLibrary(name, backend=backend, params=options, devices=devices),

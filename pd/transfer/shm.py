@@ -95,7 +95,7 @@ class ShmTransport:
         self._worker.add(known)
         self._peers[peer] = (there, known)
 
-    def describe(self, peer: str) -> str:
+    def describe(self, peer: str) -> str | None:
         return f"{self.name} (one host)"
 
     def write(self, peer: str, spans: Sequence[Span], *, job: int) -> None:

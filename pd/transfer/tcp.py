@@ -84,7 +84,7 @@ class TcpTransport:
 
         loop.do(begin)
 
-    def describe(self, peer: str) -> str:
+    def describe(self, peer: str) -> str | None:
         return self.name
 
     def write(self, peer: str, spans: Sequence[Span], *, job: int) -> None:

@@ -101,8 +101,11 @@ class Transport(Protocol):
     def connect(self, peer: str, endpoint: bytes) -> None:
         """Begin to reach `peer`. Jobs may be given at once; they wait. Raises TransferError on a malformed endpoint."""
 
-    def describe(self, peer: str) -> str:
-        """The way to a connected peer, and why this one, for a person: `shm (one host)`."""
+    def describe(self, peer: str) -> str | None:
+        """The way to a connected peer and why, for a person: `shm (one host)`. None while that is not decided yet.
+
+        Raises TransferError for an unknown peer.
+        """
 
     def write(self, peer: str, spans: Sequence[Span], *, job: int) -> None:
         """Copy spans of our region (`src`) into the peer's (`dst`).

@@ -125,6 +125,7 @@ def test_every_option_of_an_instance_reaches_its_configuration() -> None:
             max_prefill_tokens=64,
             transfer="tcp",
             transfer_devices="eth0,eth1",
+            transfer_param=["num_threads=4", "engine_config=TLS=tcp,X=y"],
             host="10.0.0.1",
             port=1234,
             router="tcp://[::1]:99",
@@ -139,6 +140,7 @@ def test_every_option_of_an_instance_reaches_its_configuration() -> None:
     assert config.kv.prefix_cache is False
     assert (config.step.max_running, config.step.max_prefill_tokens) == (7, 64)
     assert (config.link.transfer, config.link.transfer_devices) == ("tcp", ("eth0", "eth1"))
+    assert config.link.transfer_params == (("num_threads", "4"), ("engine_config", "TLS=tcp,X=y"))
     assert (config.link.host, config.link.port, config.link.router) == ("10.0.0.1", 1234, "tcp://[::1]:99")
 
 

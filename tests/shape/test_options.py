@@ -15,7 +15,7 @@ from tests.shape.source import ROOT
 SHARED = {
     *("--cores", "--device", "--dtype", "--host", "--kv-memory", "--max-model-len", "--max-prefill-tokens"),
     *("--max-running", "--no-prefix-cache", "--num-pages", "--page-size", "--port", "--served-name", "--threads"),
-    *("--transfer", "--transfer-devices"),
+    *("--transfer", "--transfer-devices", "--transfer-param"),
 }
 TRAFFIC = {
     *("--allow-eos", "--arrival", "--chat", "--dataset", "--duration", "--extra", "--num-requests", "--output"),
@@ -26,6 +26,10 @@ OPTIONS = {
         *("--batches", "--contexts", "--device", "--dtype", "--output", "--prompts", "--rounds", "--threads"),
     },
     "bench serve": TRAFFIC | {"--concurrency", "--model", "--rate", "--url"},
+    "bench transfer": {
+        *("--backend", "--decode-tp", "--model-shape", "--output", "--page-size", "--prefill-tp", "--seconds"),
+        *("--tokens", "--transfer-param"),
+    },
     "doctor": {
         *("--explain", "--host", "--json", "--model", "--only", "--page-size", "--peer", "--port", "--role", "--serve"),
         *("--tp", "--verbose"),

@@ -193,7 +193,9 @@ def test_each_name_makes_its_backend(name: str) -> None:
 
 
 def test_an_unknown_backend_and_devices_that_cannot_be_honoured_are_refused() -> None:
-    with pytest.raises(TransferError, match="no transfer backend is called 'ucx'; there are auto, shm, tcp"):
+    with pytest.raises(
+        TransferError, match="no transfer backend is called 'ucx'; there are auto, shm, tcp, nixl, mooncake"
+    ):
         make_transport("ucx", me="a", host="127.0.0.1")
     with pytest.raises(TransferError, match="cannot honour mlx5_0, mlx5_1"):
         make_transport("shm", me="a", host="127.0.0.1", devices=("mlx5_0", "mlx5_1"))

@@ -5,6 +5,7 @@ Owned by the rank's I/O thread. Knows peers, pages and jobs; requests are the le
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count
@@ -13,6 +14,8 @@ from pd.runtime.wire.messages import Attach, FromRank, PeerUnreachable, Sever, S
 from pd.transfer.layout import KVLayout, Shard, check_can_meet, check_shards
 from pd.transfer.plan import Route, pair_up
 from pd.transfer.transport import JobDone, JobFailed, PeerLost, TransferError, Transport
+
+log = logging.getLogger("pd.rank")
 
 
 @dataclass(slots=True)
@@ -47,6 +50,7 @@ class Mover:
     _owners: dict[str, _Life] = field(default_factory=dict)  # by the peer rank's transport name
     _shares: dict[int, _Share] = field(default_factory=dict)  # by the transport's job number
     _severed: set[tuple[str, str]] = field(default_factory=set)  # lives surely cut off
+    _unsaid: set[str] = field(default_factory=set)  # whose way was not logged yet, by transport name
     _numbers: Iterator[int] = field(default_factory=lambda: count(1))
 
     def attach(self, order: Attach) -> list[FromRank]:
@@ -68,6 +72,8 @@ class Mover:
         life = _Life(order.peer, order.epoch, routes, names)
         self._lives[order.peer] = life
         self._owners.update(dict.fromkeys(names, life))
+        self._unsaid.update(names)
+        self._say_ways()
         return []
 
     def sever(self, order: Sever) -> list[FromRank]:
@@ -105,6 +111,7 @@ class Mover:
     def poll(self) -> list[FromRank]:
         """What the transport has ended since the last call."""
         answers: list[FromRank] = []
+        self._say_ways()
         for end in self.transport.poll():
             match end:
                 case JobDone(job=number, nbytes=nbytes, seconds=seconds):
@@ -116,6 +123,18 @@ class Mover:
                     if life := self._owners.get(name):
                         answers.append(PeerUnreachable(life.peer, life.epoch, reason))
         return answers
+
+    def _say_ways(self) -> None:
+        """Log once how KV goes to each peer rank: a slow way that nobody told of is this field's known wound."""
+        for name in list(self._unsaid):
+            try:
+                way = self.transport.describe(name)
+            except TransferError:  # lost or severed meanwhile
+                self._unsaid.discard(name)
+                continue
+            if way is not None:
+                log.info("KV to %s goes by %s", name, way)
+                self._unsaid.discard(name)
 
     def _end(self, number: int, nbytes: int, seconds: float, error: str | None) -> list[FromRank]:
         share = self._shares.pop(number)

@@ -155,6 +155,7 @@ def serve(config: RankConfig, link: Spoke, outbox: Outbox) -> None:
         me=rank_name(instance.name, config.epoch, config.rank),
         host=reachable_host(instance.link.host, instance.link.router),
         devices=instance.link.transfer_devices,
+        params=dict(instance.link.transfer_params),
     )
     io = RankIO(link, transport, outbox=outbox, rank=config.rank)
     thread = threading.Thread(target=io.run, name="io", daemon=True)

@@ -1,0 +1,153 @@
+"""What a backend cannot beat, measured beside it: for shm one memmove of as many bytes, for tcp one raw stream into
+another process, for a library its own write of one piece, without any of our transport around it."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from typing import Protocol
+
+import msgspec
+
+from pd.transfer.library import Copies, Library, Memory
+from pd.transfer.transport import Span, TransferError
+
+_WRITE_S = 60.0
+
+
+class OtherEnd(msgspec.Struct, frozen=True):
+    """In the child."""
+
+    port: int = 0  # of the raw stream
+    contact: bytes = b""
+    address: int = 0
+
+
+class Limit(Protocol):
+    name: str
+
+    def seconds(self, nbytes: int) -> float:
+        """For so many bytes, once."""
+
+
+def make_limit(backend: str, nbytes: int, there: OtherEnd, params: Mapping[str, str]) -> Limit:
+    """Of at most `nbytes`."""
+    match backend:
+        case "shm":
+            return _Memmove(nbytes)
+        case "tcp":
+            return _Stream(nbytes, there.port)
+    return _LibraryWrite(backend, nbytes, there, params)
+
+
+@contextlib.contextmanager
+def serve_limit(backend: str, nbytes: int, params: Mapping[str, str]) -> Iterator[OtherEnd]:
+    """The child's half."""
+    match backend:
+        case "shm":
+            yield OtherEnd()
+        case "tcp":
+            with socket.create_server(("127.0.0.1", 0)) as server:
+                threading.Thread(target=_drain, args=(server, nbytes), daemon=True).start()
+                yield OtherEnd(port=server.getsockname()[1])
+        case _:
+            memory, address = _touched(nbytes)
+            library = _bare(backend, "limit-there", params)
+            library.register(Memory(address), nbytes)
+            contact = library.contact()
+            threading.Thread(target=_tend, args=(library,), daemon=True).start()
+            yield OtherEnd(contact=contact, address=address)
+            del memory
+
+
+class _Memmove:
+    name = "memcpy"
+
+    def __init__(self, nbytes: int) -> None:
+        self._src, self._dst = _touched(nbytes), _touched(nbytes)
+
+    def seconds(self, nbytes: int) -> float:
+        began = time.perf_counter()
+        ctypes.memmove(self._dst[1], self._src[1], nbytes)
+        return time.perf_counter() - began
+
+
+class _Stream:
+    name = "raw stream"
+
+    def __init__(self, nbytes: int, port: int) -> None:
+        self._memory, _ = _touched(nbytes)
+        self._sock = socket.create_connection(("127.0.0.1", port))
+        self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def seconds(self, nbytes: int) -> float:
+        """Until the reader says that it has the last byte."""
+        began = time.perf_counter()
+        self._sock.sendall(nbytes.to_bytes(8, "big"))
+        self._sock.sendall(memoryview(self._memory)[:nbytes])
+        self._sock.recv(1)
+        return time.perf_counter() - began
+
+
+class _LibraryWrite:
+    name = "one large write"
+
+    def __init__(self, backend: str, nbytes: int, there: OtherEnd, params: Mapping[str, str]) -> None:
+        self._memory, address = _touched(nbytes)
+        self._library = _bare(backend, "limit-here", params)
+        self._ours, self._theirs = Memory(address), Memory(there.address)
+        self._library.register(self._ours, nbytes)
+        self._library.contact()
+        self._there = self._library.meet(there.contact)
+        self.seconds(nbytes)
+
+    def seconds(self, nbytes: int) -> float:
+        began = time.perf_counter()
+        copies = Copies(self._ours, self._theirs, [Span(0, 0, nbytes)], is_read=False)
+        batch = self._library.post(self._there, copies)
+        while not self._library.is_done(batch):
+            if time.perf_counter() - began > _WRITE_S:
+                raise TransferError(
+                    f"one write of {nbytes} bytes by {self._library.name} is not done in {_WRITE_S:g} s"
+                )
+        took = time.perf_counter() - began
+        self._library.release(batch)
+        return took
+
+
+def _bare(backend: str, name: str, params: Mapping[str, str]) -> Library:
+    given = dict(params)
+    if backend == "nixl":
+        from pd.transfer.nixl import NixlLibrary
+
+        return NixlLibrary(name, backend=given.pop("backend", "UCX"), params=given, devices=())
+    from pd.transfer.mooncake import MooncakeLibrary
+
+    return MooncakeLibrary("127.0.0.1", protocol=given.get("protocol", "tcp"), nics="")
+
+
+def _tend(library: Library) -> None:
+    while library.tend_s is not None:
+        library.tend()
+        time.sleep(library.tend_s)
+
+
+def _touched(nbytes: int) -> tuple[mmap.mmap, int]:
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+    return memory, ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+def _drain(server: socket.socket, nbytes: int) -> None:
+    """Read streams into memory, and answer each with one byte."""
+    memory = memoryview(_touched(nbytes)[0])
+    sock, _ = server.accept()
+    while header := sock.recv(8, socket.MSG_WAITALL):
+        left = memory[: int.from_bytes(header, "big")]
+        while left:
+            left = left[sock.recv_into(left) :]
+        sock.sendall(b".")
