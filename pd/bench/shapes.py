@@ -72,7 +72,7 @@ TOKEN_OUTER = ("layer", "kv", "page", "token", "head", "dim")
 
 def descriptor_table(num_tokens: int = 2048) -> Iterator[str]:
     """Markdown lines; docs/transfer.md holds them, and a test that they are these."""
-    yield "| model, prefill TP → decode TP | " + " | ".join(f"{p} → {d}" for p, d in TP_PAIRS) + " |"
+    yield "| prefill TP → decode TP | " + " | ".join(f"{p} → {d}" for p, d in TP_PAIRS) + " |"
     yield "|---|" + "---:|" * len(TP_PAIRS)
     for name in ("llama-3-8b", "llama-3-70b", "qwen3-32b", "deepseek-v3"):
         for label, order in ((name, None), ("… tokens outside heads", TOKEN_OUTER)):

@@ -27,6 +27,7 @@ from pd.transfer.choose import NAMES, make_transport
 from pd.transfer.transport import TransferError
 
 _MIN_ROUNDS = 5
+_TABLE_WIDTH = 132  # a narrower terminal folds whole lines, which reads better than folded cells
 _DEFAULT = ("shm", "tcp", "nixl", "mooncake")
 
 
@@ -81,6 +82,7 @@ def transfer(options: TransferOptions) -> int:
                 except TransferError as error:
                     raise ConfigError(f"{backend}: {error}", hint=error.hint or "pd doctor --only transfer") from error
     console.print(f"KV of {work.shape.name}, pages of {options.page_size} tokens\n{in_words(found)}", soft_wrap=True)
+    console.width = max(console.width, _TABLE_WIDTH)
     console.print(_table(lines))
     return 0
 

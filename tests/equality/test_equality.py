@@ -12,6 +12,7 @@ import pytest
 
 from tests.equality.cluster import Cluster, apart, together
 from tests.equality.conftest import COMMON, NUM_TOKENS, Case
+from tests.transfer.kit import why_absent
 
 PAIRS = ((1, 1), (2, 1), (1, 2), (3, 2), (2, 4))
 BACKENDS = ("shm", "tcp")
@@ -36,14 +37,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def test_apart_answers_as_transformers(
     cases: dict[str, Case], tmp_path: Path, family: str, pair: tuple[int, int], backend: str
 ) -> None:
-    case = cases[family]
-    prefill, decode = (("--tp", str(tp)) for tp in pair)
-    common = (*COMMON, "--transfer", backend)
-    with apart(case.model, tmp_path, prefill=prefill, decode=decode, common=common) as cluster:
-        assert cluster.generate_all(case.prompts, NUM_TOKENS) == case.answers  # 32 at once
-        alone = [cluster.generate(prompt, NUM_TOKENS) for prompt in case.prompts[:6]]  # and from the prefix cache
-        assert alone == case.answers[:6]
-        _assert_all_free(cluster)
+    _answers_as_transformers(cases[family], tmp_path, pair, backend)
+
+
+@pytest.mark.parametrize(("library", "pair"), [("nixl", (3, 2)), ("mooncake", (1, 2))])
+def test_apart_answers_as_transformers_through_a_library(
+    cases: dict[str, Case], tmp_path: Path, library: str, pair: tuple[int, int]
+) -> None:
+    if (reason := why_absent(library)) is not None:
+        pytest.skip(reason)
+    _answers_as_transformers(cases["llama"], tmp_path, pair, library)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -60,6 +63,16 @@ def test_colocated_answers_as_transformers_and_samples_as_apart(
     with apart(case.model, tmp_path / "apart", common=COMMON, prefill=("--tp", "2")) as cluster:
         assert cluster.generate_all(case.prompts, NUM_TOKENS, **SAMPLED) == sampled
         assert [cluster.generate(p, NUM_TOKENS, **SAMPLED) for p in case.prompts[:6]] == sampled[:6]
+
+
+def _answers_as_transformers(case: Case, folder: Path, pair: tuple[int, int], backend: str) -> None:
+    prefill, decode = (("--tp", str(tp)) for tp in pair)
+    common = (*COMMON, "--transfer", backend)
+    with apart(case.model, folder, prefill=prefill, decode=decode, common=common) as cluster:
+        assert cluster.generate_all(case.prompts, NUM_TOKENS) == case.answers  # 32 at once
+        alone = [cluster.generate(prompt, NUM_TOKENS) for prompt in case.prompts[:6]]  # and from the prefix cache
+        assert alone == case.answers[:6]
+        _assert_all_free(cluster)
 
 
 def _assert_all_free(cluster: Cluster) -> None:

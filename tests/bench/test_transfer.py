@@ -1,0 +1,81 @@
+"""`pd bench transfer` moves what it was asked to between two processes; the documented counts are the plan's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pd.bench.lines import read
+from pd.bench.shapes import SHAPES, count_descriptors, descriptor_table, read_shape
+from pd.bench.transfer import transfer
+from pd.bench.transfer_options import TransferOptions
+from pd.runtime.config import ConfigError
+from pd.transfer.layout import tp_shards
+from pd.transfer.plan import Route, pair_up
+from tests.shape.source import ROOT
+from tests.transfer.kit import why_absent
+
+SHAPE = "layers=2,heads=4,kv-heads=2,head-dim=8"
+
+
+@pytest.mark.parametrize("backend", ["shm", "tcp", "nixl", "mooncake"])
+def test_every_line_is_moved_and_written(backend: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if backend in ("nixl", "mooncake") and (reason := why_absent(backend)) is not None:
+        pytest.skip(reason)
+    output = tmp_path / "out.jsonl"
+    options = TransferOptions(
+        backend=backend, prefill_tp="2", decode_tp="1,2", tokens="40,16", model_shape=SHAPE, seconds=1e-3,
+        output=str(output),
+    )  # fmt: skip
+    assert transfer(options) == 0
+    head, *lines = read(output)
+    assert (head["kind"], head["model"]) == ("transfer", SHAPE)
+    token_nbytes = 2 * 2 * 8 * 2 * 2  # layers, heads, elements, k and v, bytes
+    assert [(line["decode_tp"], line["tokens"], line["descriptors"], line["nbytes"]) for line in lines] == [
+        (1, 16, 2, 16 * token_nbytes),
+        (1, 40, 6, 48 * token_nbytes),  # whole pages
+        (2, 16, 2, 16 * token_nbytes),
+        (2, 40, 6, 48 * token_nbytes),
+    ]
+    for line in lines:
+        seconds, limits = line["seconds"], line["limit_seconds"]
+        assert isinstance(seconds, list) and isinstance(limits, list) and len(seconds) == len(limits) >= 5
+        assert all(0 < value < 60 for value in (*seconds, *limits))
+    assert "2 → 1" in capsys.readouterr().out
+
+
+def test_all_faults_are_told_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        transfer(TransferOptions(backend="shm,ucx", tokens="0", model_shape="llama", seconds=0))
+    told = str(caught.value).splitlines()
+    assert told[0] == "--tokens is '0': 0 is not at least 1"
+    assert told[1].startswith("--model-shape: a model shape is one of smollm2-135m, llama-3-8b")
+    assert told[2:] == [
+        "--backend names ucx, must be of shm, tcp, nixl, mooncake",
+        "--seconds is 0, must be above 0",
+    ]
+
+
+def test_a_shape_is_read_from_its_sizes() -> None:
+    shape = read_shape("kv-heads=2, layers=3,heads=5,head-dim=16")
+    assert (shape.num_query_heads, shape.layout.num_kv_heads, shape.layout.num_layers) == (5, 2, 3)
+    assert shape.layout.token_nbytes == 3 * 2 * 32 * 2
+    with pytest.raises(ValueError, match="not 'layers=3,heads=0"):
+        read_shape("layers=3,heads=0,kv-heads=1,head-dim=1")
+
+
+def test_the_documented_descriptor_counts_are_the_plans_own() -> None:
+    text = (ROOT / "docs" / "transfer.md").read_text()
+    assert "\n".join(descriptor_table()) in text
+
+
+def test_descriptors_are_counted_as_a_whole_request_has_them() -> None:
+    """Counting two pages and multiplying must not lie: here all pages of a request, whole."""
+
+    shape = SHAPES["llama-3-8b"]
+    src, dst = (tp_shards(shape.layout, 32, tp, 256) for tp in (4, 8))
+    pages = list(range(0, 256, 2))
+    routes = [Route(shape.layout, src[pair.src], shape.layout, dst[pair.dst], pair) for pair in pair_up(src, dst)]
+    whole = sum(len(route.spans(pages, pages[::-1], 0, 2048)) for route in routes)
+    assert count_descriptors(shape, prefill_tp=4, decode_tp=8, num_tokens=2048) == whole == 1024
