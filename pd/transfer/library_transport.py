@@ -23,7 +23,7 @@ from pd.transfer.transport import Completion, Span, TransferError
 SEVER_TIMEOUT_S = 5.0
 """For the thread to come by: a call into a library takes as long as 32 MiB take, so only a stuck host takes longer."""
 
-_PAGE_NBYTES = 4096
+_SLATE_OFFSET = 4096  # in the page behind our door
 
 
 class LibraryTransport:
@@ -50,7 +50,7 @@ class LibraryTransport:
         self._region: Region | None = None
         self._memory = Memory(0)
         self._nbytes = 0
-        self._door = mmap.mmap(-1, _PAGE_NBYTES + MAX_PEERS * DOOR_NBYTES)  # behind our door the slate, for others'
+        self._door = mmap.mmap(-1, _SLATE_OFFSET + MAX_PEERS * DOOR_NBYTES)  # behind our door the slate, for others'
         self._contact = b""
         self._worker: LibraryWorker | None = None
         self._peers: dict[str, Peer] = {}
@@ -131,7 +131,7 @@ class LibraryTransport:
         self._region, self._memory, self._nbytes = region, memory, nbytes
         write_door(memoryview(self._door), self._nonce, is_open=True)
         self._contact = self._library.contact()
-        self._worker = LibraryWorker(self._library, memoryview(self._door)[_PAGE_NBYTES:], door + _PAGE_NBYTES)
+        self._worker = LibraryWorker(self._library, memoryview(self._door)[_SLATE_OFFSET:], door + _SLATE_OFFSET)
 
     def _door_address(self) -> int:
         return ctypes.addressof(ctypes.c_char.from_buffer(self._door))
