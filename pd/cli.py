@@ -96,6 +96,7 @@ def _launch(options: LaunchOptions) -> Callable[[], int]:
         from pd.runtime.roles import router
 
         return partial(router.run, config)
+    _warn_of_machine()
     from pd.runtime.roles import instance
 
     return partial(instance.run, config)
@@ -138,6 +139,15 @@ def _with_empty_spec(arguments: list[str]) -> list[str]:
         f"{word}=" if word == "--colocated" and ("=" not in after or after.startswith("-")) else word
         for word, after in zip(arguments, [*arguments[1:], ""], strict=False)
     ]
+
+
+def _warn_of_machine() -> None:
+    """What this machine lacks, before it shows as something else."""
+    from pd.doctor.at_start import warnings
+    from pd.doctor.local import ThisMachine
+
+    for warning in warnings(ThisMachine()):
+        typer.echo(f"warning: {warning}", err=True)
 
 
 def _complain(faults: Iterable[str], *, hint: str) -> None:

@@ -118,7 +118,7 @@ def own_faults(options: LaunchOptions) -> Iterator[str]:
         yield f"--port is {options.port}, must be 1 to 65535"
     match = _ADDRESS.fullmatch(options.router)
     if match is None or not 1 <= int(match[2]) <= 65535:
-        yield f"--router is {options.router!r}, must be tcp://HOST:PORT"
+        yield f"--router is {options.router!r}, must be tcp://HOST:PORT with a port of 1 to 65535"
 
 
 def core_faults(text: str) -> Iterator[str]:

@@ -61,7 +61,7 @@ def test_all_faults_are_told_at_once_with_a_hint_and_no_traceback() -> None:
         "error: --tp is 0, must be at least 1",
         "error: --cores is 'x', must be numbers and ranges, such as 0-3,6",
         "error: --port is 99999, must be 1 to 65535",
-        "error: --router is 'here', must be tcp://HOST:PORT",
+        "error: --router is 'here', must be tcp://HOST:PORT with a port of 1 to 65535",
         "",
         "hint: pd launch --help",
     ]

@@ -12,6 +12,8 @@ from pd.runtime.wire.messages import Attach, Hello, Sever
 
 MAX_SEVERED = 4096
 """Severed lives remembered. Only the latest could still be asked for."""
+SETTLED_S = 3.0
+"""A way that stays open this long is mended. Until then, trying again every second is not told again."""
 
 
 def life_of(hello: Hello) -> Peer:
@@ -64,6 +66,7 @@ class Link:
     hello: Hello
     way: Way
     attach_at: float  # not before
+    is_broken: bool = False  # said so, and not yet mended for SETTLED_S
 
 
 class Links:
@@ -132,16 +135,23 @@ class Links:
         link = self._links[life.name]
         link.way = Way.CLOSED
         link.attach_at = now + self._attach_s
-        return [Stamp(life.name, "unreachable", reason)]
+        if link.is_broken:
+            return []
+        link.is_broken = True
+        return [Stamp(life.name, "unreachable", f"{reason}; trying on")]
 
     def attach(self, has_open_jobs: Callable[[str], bool], now: float) -> list[Effect]:
         """Attach what can be attached. `has_open_jobs`: to any life of that name."""
         effects: list[Effect] = []
         for name, link in self._links.items():
+            peer = link.hello
+            if link.way is Way.OPEN and link.is_broken and now >= link.attach_at + SETTLED_S:
+                link.is_broken = False
+                effects.append(Stamp(name, "attached", f"epoch {peer.epoch}, again"))
             if link.way is not Way.CLOSED or now < link.attach_at or has_open_jobs(name):
                 continue
             link.way = Way.OPEN
-            peer = link.hello
             effects.append(Order(Attach(name, peer.epoch, peer.layout, peer.shards, peer.endpoints)))
-            effects.append(Stamp(name, "attached", f"epoch {peer.epoch}"))
+            if not link.is_broken:
+                effects.append(Stamp(name, "attached", f"epoch {peer.epoch}"))
         return effects

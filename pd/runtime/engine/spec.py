@@ -19,6 +19,7 @@ from pd.runtime.config import ConfigError
 from pd.runtime.engine.rope_spec import RopeSpec, read_rope
 
 Json = Mapping[str, object]
+_MEND_CONFIG = "copy config.json from the model's publisher again, or give another --model"
 
 
 class Bias(enum.Enum):
@@ -75,9 +76,9 @@ def _read_json(path: Path) -> dict[str, object]:
             hint="--model wants a Hugging Face directory: config.json, *.safetensors and tokenizer.json",
         ) from None
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
+        raise ConfigError(f"{path} cannot be read: {error}", hint=_MEND_CONFIG) from error
     if not isinstance(value, dict):
-        raise ConfigError(f"{path} holds no JSON object")
+        raise ConfigError(f"{path} holds no JSON object", hint=_MEND_CONFIG)
     return value
 
 
@@ -170,7 +171,9 @@ class _Reader:
         )
         self._check(spec)
         if self._faults:
-            raise ConfigError(*(f"{self._directory / 'config.json'}: {fault}" for fault in self._faults))
+            raise ConfigError(
+                *(f"{self._directory / 'config.json'}: {fault}" for fault in self._faults), hint=_MEND_CONFIG
+            )
         return spec
 
     def _check(self, spec: ModelSpec) -> None:

@@ -132,6 +132,8 @@ class Leader:
                 )
             case Stamp():
                 log_stamp(log, effect, me=self._me.name)
+                if effect.what == "unreachable":
+                    log.info("hint: pd doctor --only transfer; of two hosts: pd doctor --serve there, --peer HOST here")
             case Exit():
                 self._exit = effect
             case Emit() | End():
@@ -259,14 +261,18 @@ def _settings(config: InstanceConfig, hello: Hello) -> BrainSettings:
 def _say_ready(config: InstanceConfig, ready: tuple[RankReady, ...], checkpoint: Path) -> None:
     first = ready[0]
     num_pages = min(answer.shard.num_pages for answer in ready)
+    num_tokens = num_pages * first.layout.page_size
+    limit = first.model.max_model_len
     log.info(
-        "ready: %s of %s, tp=%d, %s; KV %d pages of %d tokens (%d tokens); transfer %s",
+        "ready: %s of %s, tp=%d, %s; KV %d pages of %d tokens (%d tokens); requests of up to %d tokens%s; transfer %s",
         config.role.value,
         first.model.name or checkpoint.name,
         len(ready),
         first.note,
         num_pages,
         first.layout.page_size,
-        num_pages * first.layout.page_size,
+        num_tokens,
+        limit,
+        ", all that the pool holds (--num-pages, --kv-memory)" if limit == num_tokens else "",
         _TRANSFER.get(first.transfer, first.transfer),
     )

@@ -191,8 +191,11 @@ def main() -> int:
         outbox = Outbox()
         try:
             serve(config, link, outbox)
-        except (ConfigError, TransferError) as error:
-            link.send(RankFailed(config.rank, str(error), getattr(error, "hint", ""), True))
+        except ConfigError as error:
+            link.send(RankFailed(config.rank, str(error), error.hint, True))
+            return 2
+        except TransferError as error:
+            link.send(RankFailed(config.rank, str(error), "pd doctor --only transfer,machine,rdma", True))
             return 2
         except Exception as error:  # the outermost loop: the leader must hear a crash's last line
             log.exception("rank %d crashed", config.rank)
