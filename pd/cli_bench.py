@@ -12,7 +12,7 @@ from functools import partial
 
 import typer
 
-from pd.bench.options import LatencyOptions, LoadOptions
+from pd.bench.options import CompareOptions, LatencyOptions, LoadOptions
 from pd.bench.transfer_options import TransferOptions
 from pd.cli_options import GroupedHelp, as_command
 
@@ -26,6 +26,13 @@ def _serve(options: LoadOptions) -> Callable[[], int]:
     from pd.bench.serve import serve
 
     return partial(serve, options)
+
+
+def _compare(options: CompareOptions) -> Callable[[], int]:
+    """Serve colocated and apart on the same cores, one after the other, and say what rate each keeps up with."""
+    from pd.bench.compare.command import compare
+
+    return partial(compare, options)
 
 
 def _latency(options: LatencyOptions) -> Callable[[], int]:
@@ -44,5 +51,6 @@ def _transfer(options: TransferOptions) -> Callable[[], int]:
 
 
 bench.command("serve", cls=GroupedHelp)(as_command(_serve, LoadOptions))
+bench.command("compare", cls=GroupedHelp)(as_command(_compare, CompareOptions))
 bench.command("latency", cls=GroupedHelp)(as_command(_latency, LatencyOptions))
 bench.command("transfer", cls=GroupedHelp)(as_command(_transfer, TransferOptions))

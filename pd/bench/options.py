@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
 import typer
@@ -128,3 +128,55 @@ class LoadOptions(TrafficOptions):
         int | None,
         typer.Option(metavar="N", help="In place of a rate: so many open at once.", rich_help_panel=_TRAFFIC),
     ] = None
+
+
+_SHAPES = "What is compared"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompareOptions(TrafficOptions):
+    """Of `pd bench compare`."""
+
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="[MODEL]", help="A Hugging Face directory or hub id. [default: SmolLM2-135M-Instruct]"),
+    ] = None
+    prefill: Annotated[
+        list[str],
+        typer.Option(metavar="[KEY=VALUE,…]", help="Of the side apart, as in pd serve.", rich_help_panel=_SHAPES),
+    ] = field(default_factory=list)
+    decode: Annotated[
+        list[str],
+        typer.Option(metavar="[KEY=VALUE,…]", help="Likewise.", rich_help_panel=_SHAPES),
+    ] = field(default_factory=list)
+    colocated: Annotated[
+        list[str],
+        typer.Option(
+            metavar="[KEY=VALUE,…]", help="Of the other side. [default: one on all cores]", rich_help_panel=_SHAPES
+        ),
+    ] = field(default_factory=list)
+    vs: Annotated[
+        list[str],
+        typer.Option(
+            metavar="COMMAND",
+            help="Another server beside them; {port} and {model} are filled in.",
+            rich_help_panel=_SHAPES,
+        ),
+    ] = field(default_factory=list)
+    cores: Annotated[
+        str | None,
+        typer.Option(metavar="0-3,6", help="Of each server, in turn. [default: all]", rich_help_panel=_SHAPES),
+    ] = None
+    options: Annotated[
+        str | None,
+        typer.Option(metavar="ARGUMENTS", help="Further ones of pd serve, for both shapes.", rich_help_panel=_SHAPES),
+    ] = None
+    rates: Annotated[str, typer.Option(metavar="N,…", help="Arrivals a second to try.", rich_help_panel=_TRAFFIC)] = (
+        "0.5,1,2,4"
+    )
+    repeats: Annotated[
+        int, typer.Option(metavar="N", help="Of the whole, each with a seed of its own.", rich_help_panel=_TRAFFIC)
+    ] = 2
+    target: Annotated[
+        float, typer.Option(metavar="SHARE", help="Of requests that must meet the goals.", rich_help_panel=_GOALS)
+    ] = 0.9

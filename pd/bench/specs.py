@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -60,3 +62,22 @@ def spec(name: str, text: str, kinds: dict[str, dict[str, str]]) -> Spec:
             raise ValueError(f"{name} is {text!r}: unknown key {key!r}; {kind} knows {known}")
         settings[key] = value
     return Spec(kind, path if colon else None, settings)
+
+
+def cores(name: str, text: str, allowed: Sequence[int]) -> list[int]:
+    """`0-3,6` -> those cores, each of which must be `allowed`."""
+    found: list[int] = []
+    for piece in text.split(","):
+        first, dash, last = piece.strip().partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise ValueError(f"{name} is {text!r}, must be numbers and ranges, such as 0-3,6")
+        found += range(int(first), int(last or first) + 1)
+    if missing := sorted(set(found) - set(allowed)):
+        raise ValueError(f"{name} names {missing}; this process may use {list(allowed)}")
+    return sorted(set(found))
+
+
+def ranks(layouts: Sequence[str]) -> int:
+    """Of instances as `pd serve` takes them: `tp=2,cores=0-1` is two."""
+    found = (re.search(r"(?:^|,)\s*tp\s*=\s*(\d+)", layout) for layout in layouts)
+    return sum(int(match[1]) if match else 1 for match in found)

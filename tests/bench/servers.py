@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
@@ -128,3 +129,21 @@ def _chunk(writer: asyncio.StreamWriter, data: bytes) -> None:
 
 def _whole(status: int, body: bytes) -> bytes:
     return b"HTTP/1.1 %d X\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % (status, len(body)) + body
+
+
+async def _alone(port: int, num_slots: int, answer_s: float) -> None:
+    """A server of `num_slots`, each of which takes `answer_s` for an answer of five tokens; others wait."""
+    slots = asyncio.Semaphore(num_slots)
+
+    class Slotted(Synthetic):
+        async def _stream(self, script: Script, writer: asyncio.StreamWriter, *, is_chat: bool) -> None:
+            async with slots:
+                await super()._stream(script, writer, is_chat=is_chat)
+
+    synthetic = Slotted(lambda number, body: Script([Say(answer_s / 5)] * 5))
+    server = await asyncio.start_server(synthetic.serve, "127.0.0.1", port)
+    await server.serve_forever()
+
+
+if __name__ == "__main__":
+    asyncio.run(_alone(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])))

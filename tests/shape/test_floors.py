@@ -62,6 +62,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], set[str]]] = {
     "pd.runtime.roles": (("pd.runtime", *_KITCHEN), set()),
     "pd.doctor": (_TOOL, set()),
     **{f"pd.bench.load.{name}": (_BENCH, _SEEDED) for name in _PURE_BENCH},
+    "pd.bench.compare.curve": ((), _SEEDED),
     "pd.bench.specs": ((), ACTS),
     "pd.bench": (_TOOL, set()),
     "pd.plan": (_TOOL, set()),

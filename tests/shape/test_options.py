@@ -25,6 +25,8 @@ OPTIONS = {
     "bench latency": {
         *("--batches", "--contexts", "--device", "--dtype", "--output", "--prompts", "--rounds", "--threads"),
     },
+    "bench compare": TRAFFIC
+    | {"--colocated", "--cores", "--decode", "--options", "--prefill", "--rates", "--repeats", "--target", "--vs"},
     "bench serve": TRAFFIC | {"--concurrency", "--model", "--rate", "--url"},
     "bench transfer": {
         *("--backend", "--decode-tp", "--model-shape", "--output", "--page-size", "--prefill-tp", "--seconds"),

@@ -29,8 +29,8 @@ class Wanted:
 
     options: TrafficOptions
     arrival: specs.Spec
-    conversations: Callable[[], Iterable[Conversation]]
-    """Those there are, or without end where they are made up; the same each time."""
+    conversations: Callable[[int], Iterable[Conversation]]
+    """By seed: those there are, or without end where they are made up; the same each time."""
     goals: Goals
     extra: dict[str, object]
     is_made_up: bool
@@ -43,7 +43,7 @@ class Wanted:
     def open_loop(self, rate: float | None, *, seed: int) -> Traffic:
         """Arrivals at `rate`, or at a trace's own times. Raises ConfigError."""
         options = self.options
-        found, own = self.conversations(), []
+        found, own = self.conversations(seed), []
         if self.arrival.kind == "trace" and not self.is_made_up:
             found = sorted(found, key=lambda one: one.at_s or 0.0)
             own = [one.at_s for one in found]
@@ -61,7 +61,7 @@ class Wanted:
 
     def closed_loop(self, concurrency: int) -> Traffic:
         options = self.options
-        chosen = itertools.islice(((0.0, one) for one in self.conversations()), self._limit())
+        chosen = itertools.islice(((0.0, one) for one in self.conversations(options.seed)), self._limit())
         return Traffic(
             arrivals=chosen,
             concurrency=concurrency,
@@ -94,7 +94,7 @@ def check(options: TrafficOptions, *more_faults: str, command: str) -> Wanted:
     extra = _attempt(faults, lambda: _extra(options.extra))
     source = None
     if spec is not None:
-        source = _attempt(faults, lambda: _source(spec, options.seed, count or datasets.about))
+        source = _attempt(faults, lambda: _source(spec, count or datasets.about))
     if faults or arrival is None or goal is None or extra is None or source is None or spec is None:
         raise ConfigError(*faults, hint=f"{command} --help")
     vocab = int(spec.settings.get("vocab", datasets.VOCAB))
@@ -110,13 +110,13 @@ def check(options: TrafficOptions, *more_faults: str, command: str) -> Wanted:
     )
 
 
-def _source(spec: specs.Spec, seed: int, count: datasets.Count) -> Callable[[], Iterable[Conversation]]:
+def _source(spec: specs.Spec, count: datasets.Count) -> Callable[[int], Iterable[Conversation]]:
     """Raises ValueError for settings or lines that are wrong, and for a file that cannot be read."""
     if spec.kind in datasets.MADE_UP:
         if spec.path is not None:
             raise ValueError(f"--dataset {spec.kind} is made up, and takes no file")
-        datasets.made_up(spec, seed)
-        return lambda: datasets.made_up(spec, seed)
+        datasets.made_up(spec, 0)  # refuses settings without sense
+        return lambda seed: datasets.made_up(spec, seed)
     if not spec.path:
         raise ValueError(f"--dataset {spec.kind} needs a file: {spec.kind}:FILE")
     try:
@@ -124,12 +124,12 @@ def _source(spec: specs.Spec, seed: int, count: datasets.Count) -> Callable[[], 
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--dataset: cannot read {spec.path}: {getattr(error, 'strerror', None) or error}") from None
     try:
-        found = datasets.from_file(spec, text, count=count, seed=seed)
+        found = datasets.from_file(spec, text, count=count, seed=0)
     except ValueError as error:
         raise ValueError(f"--dataset: {spec.path}: {error}") from None
     if not found:
         raise ValueError(f"--dataset: {spec.path} holds no conversation that can be used")
-    return lambda: found
+    return lambda seed: found
 
 
 def _counter(directory: str | None) -> datasets.Count | None:

@@ -1,0 +1,1 @@
+"""Servers of equal resources under the same traffic, one after the other."""
