@@ -4,54 +4,58 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
-from collections import Counter
 
+import pytest
+
+from tests.cluster.faults import FAULTS
+from tests.cluster.many import first_failing, run_many
 from tests.cluster.run import explain, simulate
-from tests.cluster.scenario import Profile
+from tests.cluster.scenario import Profile, Size
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.cluster", description=__doc__)
-    parser.add_argument("--profile", choices=[profile.value for profile in Profile], default=None)
-    parser.add_argument("--seed", type=int, default=None, help="run this one")
-    parser.add_argument("--seeds", type=int, default=100, help="run so many of each profile")
+    parser.add_argument("--profile", choices=[profile.value for profile in Profile], help="instead of the seed's own")
+    parser.add_argument("--size", choices=[size.value for size in Size], help="instead of the seed's own")
+    parser.add_argument("--seed", type=int, help="run this one")
+    parser.add_argument("--seeds", type=int, default=1000, help="run so many")
     parser.add_argument("--first", type=int, default=0, help="begin with this one")
-    parser.add_argument("--trace", action="store_true", help="print everything that happened")
+    parser.add_argument("--processes", type=int, help="run in so many; by default in one a core")
+    parser.add_argument("--planted", metavar="WORDS", nargs="?", const="", help="how soon each planted fault is seen")
+    parser.add_argument("--trace", action="store_true", help="with --seed: print everything that happened")
     given = parser.parse_args()
-    profiles = [Profile(given.profile)] if given.profile else list(Profile)
+    profile = Profile(given.profile) if given.profile else None
+    size = Size(given.size) if given.size else None
+    if given.planted is not None:
+        return _plant([name for name in FAULTS if given.planted in name])
     if given.seed is None:
-        return _run_many(profiles, range(given.first, given.first + given.seeds))
-    outcome = simulate(given.seed, profiles[0], is_traced=given.trace)
-    sys.stdout.write("\n".join(outcome.lines) + "\n")
-    sys.stdout.write(f"{outcome.endings} {outcome.violation or 'all is well'}\n")
+        seeds = range(given.first, given.first + given.seeds)
+        tally = run_many(seeds, profile, size, num_processes=given.processes, say=_say)
+        for outcome in tally.failed[:3]:
+            _say(explain(outcome))
+        _say(tally.told())
+        return 1 if tally.failed else 0
+    outcome = simulate(given.seed, profile, size, is_traced=given.trace)
+    _say("\n".join(outcome.lines))
+    _say(f"{dict(outcome.endings)} {dict(outcome.happened)}\n{outcome.violation or 'all is well'}")
     return 0 if outcome.violation is None else 1
 
 
-def _run_many(profiles: list[Profile], seeds: range) -> int:
-    num_failed = 0
-    for profile in profiles:
-        began = time.perf_counter()
-        endings: Counter[str] = Counter()
-        num_events = 0
-        failed = []
-        for seed in seeds:
-            outcome = simulate(seed, profile)
-            endings += outcome.endings
-            num_events += outcome.num_events
-            if outcome.violation is not None:
-                failed.append(outcome)
-        seconds = time.perf_counter() - began
-        sys.stdout.write(
-            f"{profile.value:8} {len(seeds)} seeds, {num_events} lines, {seconds:.1f} s: {dict(endings)}\n"
-        )
-        for outcome in failed[:10]:
-            sys.stdout.write(f"  seed {outcome.seed}: {outcome.violation}\n")
-        if failed:
-            sys.stdout.write(explain(failed[0]) + "\n")
-        num_failed += len(failed)
-    sys.stdout.write(f"{num_failed} failed\n")
-    return 1 if num_failed else 0
+def _plant(names: list[str]) -> int:
+    num_unseen = 0
+    for name in names:
+        with pytest.MonkeyPatch.context() as patch:
+            FAULTS[name](patch)
+            seen = first_failing()
+        num_unseen += seen is None
+        what = f"seed {seen.seed}: {(seen.violation or '')[:120]}" if seen else "NOT SEEN"
+        _say(f"{name}: {what}")
+    return 1 if num_unseen else 0
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The fake model: its KV is a hash chain, its token a hash of all the KV that a rank reads.
+"""The fake model: its KV is a hash chain, its token a hash of all the KV that a rank reads, the seed and the position.
 
 A page that landed in the wrong place, late, twice or not at all changes the tokens from there on.
 """
@@ -11,7 +11,6 @@ from typing import NamedTuple
 from pd.runtime.wire.messages import Finish, Sampling
 
 VOCAB_SIZE = 97
-NUM_HEADS = 2
 
 
 def kv_value(position: int, token: int, before: int, head: int) -> int:
@@ -19,9 +18,9 @@ def kv_value(position: int, token: int, before: int, head: int) -> int:
     return hash((position, token, before, head))
 
 
-def sample(heads: Sequence[Sequence[int]]) -> int:
-    """The token that follows the KV read, one sequence a head, from position 0 on."""
-    return hash(tuple(map(tuple, heads))) % VOCAB_SIZE
+def sample(heads: Sequence[Sequence[int]], seed: int) -> int:
+    """The token that follows the KV read, one sequence a head, from position 0 on: they say which position it is."""
+    return hash((seed, *map(tuple, heads))) % VOCAB_SIZE
 
 
 class Answer(NamedTuple):
@@ -29,17 +28,17 @@ class Answer(NamedTuple):
     finish: Finish
 
 
-def expected(prompt: Sequence[int], sampling: Sampling, max_model_len: int) -> Answer:
+def expected(prompt: Sequence[int], sampling: Sampling, *, num_heads: int, max_model_len: int) -> Answer:
     """What a lone machine that never fails would answer."""
     limit = min(len(prompt) + sampling.max_tokens, max_model_len)
     tokens = list(prompt)
-    heads: list[list[int]] = [[] for _ in range(NUM_HEADS)]
+    heads: list[list[int]] = [[] for _ in range(num_heads)]
     while True:
         for position in range(len(heads[0]), len(tokens)):
             for head, values in enumerate(heads):
                 before = values[-1] if values else 0
                 values.append(kv_value(position, tokens[position], before, head))
-        tokens.append(sample(heads))
+        tokens.append(sample(heads, sampling.seed))
         if tokens[-1] in sampling.stop_token_ids:
             return Answer(tuple(tokens[len(prompt) :]), Finish.STOP)
         if len(tokens) >= limit:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +25,7 @@ from pd.runtime.wire.messages import (
     WriteDone,
 )
 from tests.cluster.clock import Clock
-from tests.cluster.model import NUM_HEADS, kv_value, sample
+from tests.cluster.model import kv_value, sample
 from tests.cluster.scenario import Instance
 from tests.cluster.trace import Violation
 from tests.cluster.writes import Claim, DataPlane, Write
@@ -36,6 +37,7 @@ Hear = Callable[[int, FromRank], None]
 class Slot:
     tokens: list[int]
     pages: list[int]
+    seed: int
 
 
 class Ranks:
@@ -50,13 +52,15 @@ class Ranks:
         rng: random.Random,
         plane: DataPlane,
         hear: Hear,
+        num_heads: int,
     ) -> None:
         self.life = life
         self.page_size = spec.page_size
         self.is_alive = True
+        self.num_heads = num_heads
+        garbage = itertools.count(rng.getrandbits(32))
         self.pool = [
-            [[rng.getrandbits(32) for _ in range(spec.page_size)] for _ in range(spec.num_pages)]
-            for _ in range(NUM_HEADS)
+            [list(itertools.islice(garbage, spec.page_size)) for _ in range(spec.num_pages)] for _ in range(num_heads)
         ]
         self.owners: dict[int, Claim | int] = {}  # page -> the ticket or the slot it was last given to
         self.severed: list[set[Peer]] = [set() for _ in range(spec.num_ranks)]
@@ -65,20 +69,24 @@ class Ranks:
         self._rng = rng
         self._plane = plane
         self._hear = hear
+        self.happened: Counter[str] = Counter()
+        self.attach_error: Callable[[], float] = lambda: 0.0  # chance that a rank cannot connect to a peer, by now
+        self.slowness: Callable[[], float] = lambda: 1.0  # how many times as long as usual all takes, by now
         self._slots: dict[int, Slot] = {}
         self._plans: deque[tuple[StepPlan, list[Write]]] = deque()
         self._peers: list[dict[str, Peer]] = [{} for _ in range(spec.num_ranks)]  # attached lives, of each rank
         self._known: list[set[Peer]] = [set() for _ in range(spec.num_ranks)]  # lives that it could sever
         self._cut: list[set[Peer]] = [set() for _ in range(spec.num_ranks)]  # told to sever
         self._writers: dict[Handle, Peer] = {}
+        self._num_due = 0
         self._answer_at = [0.0] * spec.num_ranks
 
     def heads_of(self, rank: int) -> range:
-        share = NUM_HEADS // self._num_ranks
+        share = self.num_heads // self._num_ranks
         return range(rank * share, (rank + 1) * share)
 
     def rank_of(self, head: int) -> int:
-        return head * self._num_ranks // NUM_HEADS
+        return head * self._num_ranks // self.num_heads
 
     def target_of(self, rank: int, peer: str) -> Ranks | None:
         """The attached life of that name, dead or alive; None if none is."""
@@ -107,8 +115,9 @@ class Ranks:
                 for rank in range(self._num_ranks):
                     self._attach(rank, Peer(peer, epoch))
             case Sever(peer=peer, epoch=epoch):
+                self._num_due += self._num_ranks
                 for rank in range(self._num_ranks):
-                    self._clock.after(self._rng.expovariate(100.0), partial(self._sever, rank, Peer(peer, epoch)))
+                    self._clock.after(self._rng.expovariate(100.0), self._sever, rank, Peer(peer, epoch))
 
     def expect(self, reserve: Reserve) -> None:
         """The leader is asked for pages: now it is known who would write them."""
@@ -121,13 +130,24 @@ class Ranks:
             self.owners[page] = Claim(handle, self._writers[handle])
 
     def say_unreachable(self, rank: int, peer: Peer) -> None:
+        if not self.is_alive:
+            return
         if self._peers[rank].get(peer.name) == peer:
             del self._peers[rank][peer.name]  # until it is attached again
         self._answer(rank, PeerUnreachable(*peer, reason="injected"))
 
+    @property
+    def num_held(self) -> int:
+        """Slots, plans, and answers on their way."""
+        return len(self._slots) + len(self._plans) + self._num_due
+
     def die(self) -> None:
         self.is_alive = False
         self._plane.lose_process(self)
+
+    def reachable(self) -> list[int]:
+        """Pages that writes of others may still reach."""
+        return [page for write in self._plane.reaching(self) for page in write.job.dst_pages]
 
     def _take(self, pages: tuple[int, ...], slot: int) -> None:
         self._assert_out_of_reach(pages, f"given to slot {slot}")
@@ -135,14 +155,15 @@ class Ranks:
             self.owners[page] = slot
 
     def _assert_out_of_reach(self, pages: tuple[int, ...], what: str) -> None:
-        for page, write in self._plane.reaching(self, pages):
-            raise Violation(
-                f"page {page} of {self.life} {what}; job {write.job.job} of {write.source.life} may write it"
-            )
+        for write in self._plane.reaching(self):
+            for page in set(pages).intersection(write.job.dst_pages):
+                raise Violation(
+                    f"page {page} of {self.life} {what}; job {write.job.job} of {write.source.life} may write it"
+                )
 
     def _begin(self) -> None:
-        seconds = self._rng.uniform(0.004, 0.03)
-        self._clock.after(seconds, partial(self._complete, seconds))
+        seconds = self._rng.uniform(0.004, 0.03) * self.slowness()
+        self._clock.after(seconds, self._complete, seconds)
 
     def _complete(self, seconds: float) -> None:
         if not self.is_alive:
@@ -154,13 +175,13 @@ class Ranks:
         for init in plan.admits:
             if init.slot in self._slots:
                 raise Violation(f"step {plan.step} of {self.life} admits to slot {init.slot}, which is taken")
-            self._slots[init.slot] = Slot(list(init.tokens), list(init.pages))
+            self._slots[init.slot] = Slot(list(init.tokens), list(init.pages), init.sampling.seed)
         tokens = [token for chunk in plan.chunks if (token := self._compute(chunk)) is not None]
         for rank in range(self._num_ranks):
             sampled = tuple(Token(token) for token in tokens) if rank == 0 else ()
             self._answer(rank, StepDone(plan.step, sampled, seconds))
         for write in writes:
-            self._clock.after(self._rng.expovariate(500.0), partial(self._plane.start, write))
+            self._clock.after(self._rng.expovariate(500.0), self._plane.start, write)
         if self._plans:
             self._begin()
 
@@ -180,7 +201,7 @@ class Ranks:
             return None
         if len(slot.tokens) != chunk.stop:
             raise Violation(f"{self.life}: {chunk} samples for a position that has a token")
-        slot.tokens.append(sample([self._read(pool, slot.pages, chunk.stop) for pool in self.pool]))
+        slot.tokens.append(sample([self._read(pool, slot.pages, chunk.stop) for pool in self.pool], slot.seed))
         return slot.tokens[-1]
 
     def _read(self, pool: list[list[int]], pages: list[int], stop: int) -> list[int]:
@@ -195,8 +216,12 @@ class Ranks:
             return
         self._peers[rank][peer.name] = peer
         self._known[rank].add(peer)
+        if (chance := self.attach_error()) and self._rng.random() < chance:
+            self.happened["attach error"] += 1
+            self._clock.after(self._rng.uniform(0.0, 0.1), self.say_unreachable, rank, peer)
 
     def _sever(self, rank: int, peer: Peer) -> None:
+        self._num_due -= 1
         if not self.is_alive:
             return
         clean = False  # a rank that was never attached knows no name to sever
@@ -218,4 +243,9 @@ class Ranks:
         """To the leader: late, but in order."""
         arrival = max(self._answer_at[rank], self._clock.now + self._rng.expovariate(1000.0))
         self._answer_at[rank] = arrival
-        self._clock.at(arrival, partial(self._hear, rank, message))
+        self._num_due += 1
+        self._clock.at(arrival, self._answered, rank, message)
+
+    def _answered(self, rank: int, message: FromRank) -> None:
+        self._num_due -= 1
+        self._hear(rank, message)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from tests.cluster.scenario import Profile, scenario
+from tests.cluster.drawing import scenario
+from tests.cluster.scenario import Profile, Scenario, Size
 from tests.cluster.trace import Trace, Violation
 from tests.cluster.world import Brains, World
 
@@ -17,31 +18,44 @@ NUM_LINES = 120
 class Outcome:
     seed: int
     profile: Profile
+    size: Size
     violation: str | None
     endings: Counter[str]
-    reasons: tuple[str, ...]
+    happened: Counter[str]
     num_events: int
     digest: int
     seconds: float  # simulated
     lines: tuple[str, ...]
 
 
-def simulate(seed: int, profile: Profile, *, brains: Brains | None = None, is_traced: bool = False) -> Outcome:
+def simulate(
+    seed: int,
+    profile: Profile | None = None,
+    size: Size | None = None,
+    *,
+    brains: Brains | None = None,
+    is_traced: bool = False,
+) -> Outcome:
     """Run one scenario to its end or its first fault. The same seed does the same in every process."""
-    trace = Trace(kept=is_traced)
-    world = World(scenario(seed, profile), brains=brains or Brains(), trace=trace)
+    return play(scenario(seed, profile, size), brains=brains, is_traced=is_traced)
+
+
+def play(whole: Scenario, *, brains: Brains | None = None, is_traced: bool = False) -> Outcome:
+    trace = Trace(is_kept=is_traced)
+    world = World(whole, brains=brains or Brains(), trace=trace)
     violation = None
     try:
         world.run()
     except Violation as error:
         violation = str(error)
     return Outcome(
-        seed,
-        profile,
+        whole.seed,
+        whole.profile,
+        whole.size,
         violation,
         world.clients.endings,
-        tuple(world.clients.reasons),
-        trace.num_lines,
+        world.happened,
+        trace.num_events,
         trace.digest,
         world.clock.now,
         tuple(trace.lines),
@@ -50,7 +64,8 @@ def simulate(seed: int, profile: Profile, *, brains: Brains | None = None, is_tr
 
 def explain(outcome: Outcome, *, brains: Brains | None = None) -> str:
     """The end of a failed run, told again line by line."""
-    told = simulate(outcome.seed, outcome.profile, brains=brains, is_traced=True)
+    told = simulate(outcome.seed, outcome.profile, outcome.size, brains=brains, is_traced=True)
     lines = "\n".join(told.lines[-NUM_LINES:])
-    again = f"python -m tests.cluster --profile {outcome.profile.value} --seed {outcome.seed} --trace"
-    return f"{lines}\n\nseed {outcome.seed}, {outcome.profile.value}: {outcome.violation}\nagain: {again}"
+    profile, size = outcome.profile.value, outcome.size.value
+    again = f"python -m tests.cluster --seed {outcome.seed} --profile {profile} --size {size} --trace"
+    return f"{lines}\n\nseed {outcome.seed}, {profile}, {size}: {outcome.violation}\nagain: {again}"

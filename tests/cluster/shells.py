@@ -27,6 +27,7 @@ from tests.cluster.ranks import Ranks
 from tests.cluster.trace import Trace, Violation, short
 
 TICK_S = 0.1
+TICK = Tick()
 
 
 class Brain(Protocol):
@@ -43,29 +44,24 @@ Tell = Callable[[Emit | End], None]
 class Shell:
     """One life of one process."""
 
-    def __init__(
-        self,
-        life: Peer,
-        brain: Brain,
-        *,
-        clock: Clock,
-        trace: Trace,
-        clock_offset: float,
-        post: Post,
-    ) -> None:
+    def __init__(self, life: Peer, brain: Brain, *, clock: Clock, trace: Trace, post: Post) -> None:
         self.life = life
         self.brain = brain
         self.is_alive = True
         self.ranks: Ranks | None = None
         self.tell: Tell | None = None  # router only
         self.on_exit: Callable[[], None] | None = None
+        self.check: Callable[[], None] = brain.check
         self.stamps: Counter[str] = Counter()
+        self.clock_offset = 0.0
+        self.clock_rate = 1.0
+        self.paused_until = 0.0
         self._clock = clock
         self._trace = trace
-        self._clock_offset = clock_offset
         self._post = post
-        self.paused_until = 0.0
         self._inbox: deque[Event] = deque()  # while it is paused
+        self._num_heard = 0
+        self._doom: tuple[int, int, Callable[[], None]] | None = None
 
     def start(self, rng: random.Random) -> None:
         self._clock.after(rng.uniform(0.0, TICK_S), self._tick)
@@ -82,6 +78,10 @@ class Shell:
         while self._inbox and not self.is_paused:
             self.hear(self._inbox.popleft())
 
+    def doom(self, event: int, effect: int, fall: Callable[[], None]) -> None:
+        """Have it fall in the midst of its so many-th event from now, when so many effects of that are done."""
+        self._doom = (self._num_heard + event, effect, fall)
+
     def die(self) -> None:
         self.is_alive = False
         if self.ranks is not None:
@@ -94,31 +94,57 @@ class Shell:
         """Have the brain decide, and do what it says. A paused process hears it all later, in order."""
         if not self.is_alive:
             return
-        if self.is_paused:
+        if self._clock.now < self.paused_until:
             self._inbox.append(event)
             return
+        trace, now = self._trace, self._clock.now
+        trace.count(now)
         try:
-            if not isinstance(event, Tick):
-                self._trace.add(self._clock.now, self.life.name, lambda: f"◄ {short(event, 200)}")
-            if isinstance(event, Received) and isinstance(event.message, Reserve) and self.ranks is not None:
+            if event is not TICK and trace.is_kept:
+                trace.add(now, self.life.name, f"◄ {short(event)}")
+            if self.ranks is not None and isinstance(event, Received) and isinstance(event.message, Reserve):
                 self.ranks.expect(event.message)
-            effects = self.brain.on(event, self._clock.now + self._clock_offset)
-            for effect in effects:
-                self._trace.add(self._clock.now, self.life.name, lambda effect=effect: f"  ► {short(effect, 200)}")  # type: ignore[misc]
-                self._perform(effect)
-            if not (is_idle_talk(event) and all(map(is_beat, effects))):
-                self.brain.check()
+            effects = self.brain.on(event, now * self.clock_rate + self.clock_offset)
+            if is_idle_talk(event) and (not effects or is_beat(effects)):
+                if effects:
+                    self._perform(effects[0])
+                return
+            self._num_heard += 1
+            self._perform_all(effects)
+            self.check()
         except Violation:
             raise
         except Exception as error:
             raise Violation(f"{self.life} at {short(event)}: {type(error).__name__}: {error}") from error
 
+    def _perform_all(self, effects: list[Effect]) -> None:
+        for index, effect in enumerate(effects):
+            if self._is_doomed(index):
+                return
+            if self._trace.is_kept:
+                self._trace.add(self._clock.now, self.life.name, f"  ► {short(effect)}")
+            self._perform(effect)
+        self._is_doomed(None)
+
+    def _is_doomed(self, num_done: int | None) -> bool:
+        """It falls here. `num_done`: of the effects; None: all of them."""
+        if self._doom is None or not self.is_alive:
+            return False
+        event, effect, fall = self._doom
+        if self._num_heard < event or (num_done is not None and num_done < effect):
+            return False
+        self._doom = None
+        fall()
+        return not self.is_alive
+
     def _perform(self, effect: Effect) -> None:
         match effect:
             case Send(to, message):
-                if isinstance(message, Reserved) and self.ranks is not None:
+                if self.ranks is not None and isinstance(message, Reserved):
                     self.ranks.promise(message.handle, message.ticket.pages)
                 self._post(self.life, to, message)
+            case Stamp(what=what):
+                self.stamps[what] += 1
             case Launch(plan):
                 assert self.ranks is not None
                 self.ranks.launch(plan)
@@ -132,20 +158,18 @@ class Shell:
                 self.die()
                 if self.on_exit is not None:
                     self.on_exit()
-            case Stamp(what=what):
-                self.stamps[what] += 1
 
     def _tick(self) -> None:
         if self.is_alive:
-            if not self.is_paused:
-                self.hear(Tick())
+            if self._clock.now >= self.paused_until:
+                self.hear(TICK)
             self._clock.after(TICK_S, self._tick)
 
 
-def is_beat(effect: Effect) -> bool:
-    return isinstance(effect, Send) and isinstance(effect.message, Beat)
+def is_beat(effects: list[Effect]) -> bool:
+    return len(effects) == 1 and isinstance(effects[0], Send) and isinstance(effects[0].message, Beat)
 
 
 def is_idle_talk(event: Event) -> bool:
     """Most of what a quiet cluster hears, and nothing that moves a request by itself."""
-    return isinstance(event, Tick) or (isinstance(event, Received) and isinstance(event.message, Beat))
+    return event is TICK or (isinstance(event, Received) and isinstance(event.message, Beat))

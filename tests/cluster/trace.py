@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
 
 
 class Violation(AssertionError):
@@ -11,22 +10,30 @@ class Violation(AssertionError):
 
 
 class Trace:
-    """Lines, kept only if wanted; a digest always, so that two runs can be compared."""
+    """Lines, if they are kept: whoever has one to say asks `is_kept` first, because saying it costs more than the run.
+    A digest in any case, so that two runs can be compared."""
 
-    def __init__(self, *, kept: bool) -> None:
+    def __init__(self, *, is_kept: bool) -> None:
         self.lines: list[str] = []
-        self.digest = 0
-        self.num_lines = 0
-        self._kept = kept
+        self.is_kept = is_kept
+        self.num_events = 0
+        self._times: list[float] = []
 
-    def add(self, time: float, subject: str, what: Callable[[], str]) -> None:
-        self.num_lines += 1
-        self.digest = zlib.crc32(f"{time:.9f}{subject}".encode(), self.digest)
-        if self._kept:
-            self.lines.append(f"{time:9.4f}  {subject:<8} {what()}")
+    def count(self, time: float) -> None:
+        """One event was heard."""
+        self.num_events += 1
+        self._times.append(time)
+
+    def add(self, time: float, subject: str, what: str) -> None:
+        self.lines.append(f"{time:9.4f}  {subject:<8} {what}")
+
+    @property
+    def digest(self) -> int:
+        """Of the moments of all events: two runs that differ in anything soon differ in those."""
+        return zlib.crc32(repr(self._times).encode())
 
 
-def short(value: object, limit: int = 160) -> str:
+def short(value: object, limit: int = 200) -> str:
     """A message or an effect, cut where it gets long."""
     text = repr(value).replace("Token(id=", "T(").replace(", logprob=None, top=()", "")
     return text if len(text) <= limit else text[:limit] + "…"

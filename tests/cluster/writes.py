@@ -6,9 +6,9 @@ The watch over pages is here too: a page that a write may still reach must not b
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING
 
 from pd.runtime.core.events import Peer
@@ -64,6 +64,8 @@ class DataPlane:
         self.odds = odds
         self.can_sever = can_sever
         self.find = find
+        self.happened: Counter[str] = Counter()
+        self.is_cut: Callable[[str, str], bool] = lambda one, other: False  # by a partition, now
         self._clock = clock
         self._rng = rng
         self._open: list[Write] = []
@@ -85,19 +87,24 @@ class DataPlane:
             return self._fail_or_hang(write, "the peer is dead")
         if self._is_severed(write):
             return self._fail_or_hang(write, "cut off by the peer")
+        if self.is_cut(write.source.life.name, write.job.peer):
+            self.happened["write cut off"] += 1
+            return self._fail_or_hang(write, "no way to the peer")
         self._renew(write)
         if rng.random() < self.odds.write_error:
-            return self._clock.after(rng.uniform(0.0, 0.05), partial(self._break, write))
-        seconds = rng.expovariate(1.0 / self.odds.write_s)
+            self.happened["write error"] += 1
+            return self._clock.after(rng.uniform(0.0, 0.05), self._break, write)
+        seconds = rng.expovariate(1.0 / self.odds.write_s) * write.source.slowness()
         if rng.random() < self.odds.spike:
             seconds += rng.uniform(0.0, 0.6)
         tokens = range(write.job.start, write.job.stop)
         middle = tokens[rng.randrange(len(tokens) + 1) :] if len(tokens) > 1 else tokens
         first = range(tokens.start, middle.start if middle else tokens.stop)
-        self._clock.after(seconds * 0.5, partial(self._land, write, first))
+        self._clock.after(seconds * 0.5, self._land, write, first)
         if rng.random() < self.odds.lost_completion:  # it lands, soon or late, and nobody is told
-            return self._clock.after(seconds + rng.uniform(0.0, 2.5), partial(self._land, write, middle))
-        self._clock.after(seconds, partial(self._finish, write, middle))
+            self.happened["lost completion"] += 1
+            return self._clock.after(seconds + rng.uniform(0.0, 2.5), self._land, write, middle)
+        self._clock.after(seconds, self._finish, write, middle)
 
     def sever_outward(self, source: Ranks, rank: int, peer: Peer) -> None:
         """A rank cuts a peer off: its own writes to it fail, and move no more."""
@@ -119,17 +126,15 @@ class DataPlane:
                 self._end(write, None)
             else:
                 write.is_orphan = True
-                self._clock.after(self._rng.uniform(0.0, 2.5), partial(self._land_last, write))
+                self._clock.after(self._rng.uniform(0.0, 2.5), self._land_last, write)
         for write in [w for w in self._open if w.target is ranks and w.has_started]:
             self._fail_or_hang(write, "the peer died")
 
-    def reaching(self, target: Ranks, pages: tuple[int, ...]) -> Iterator[tuple[int, Write]]:
-        """Writes that may still reach these pages."""
-        wanted = set(pages)
+    def reaching(self, target: Ranks) -> Iterator[Write]:
+        """Writes that may still reach pages of it."""
         for write in self._open:
             if write.target is target and not self._is_severed(write):
-                for page in wanted.intersection(write.job.dst_pages):
-                    yield page, write
+                yield write
 
     def is_moving(self, ranks: Ranks) -> bool:
         """Bytes are under way from or to these."""
@@ -163,6 +168,7 @@ class DataPlane:
     def _land_last(self, write: Write) -> None:
         """What a dead process had begun comes to its end, whoever owns the pages by now."""
         if not write.is_over:
+            self.happened["late write"] += 1
             self._land(write, range(write.job.start, write.job.stop))
             self._end(write, None)
 
@@ -187,7 +193,7 @@ class DataPlane:
             return
         write.is_orphan = True
         write.ended(error, True)
-        self._clock.after(self._rng.uniform(0.0, 2.5), partial(self._land_last, write))
+        self._clock.after(self._rng.uniform(0.0, 2.5), self._land_last, write)
 
     def _renew(self, write: Write) -> None:
         """The peer has confirmed a connection before the first byte moves: what lower ones had is over."""
@@ -197,7 +203,7 @@ class DataPlane:
 
     def _fail_or_hang(self, write: Write, why: str) -> None:
         if self._rng.random() < 0.7:
-            self._clock.after(self._rng.uniform(0.0, 0.3), partial(self._end, write, why))
+            self._clock.after(self._rng.uniform(0.0, 0.3), self._end, write, why)
 
     def _end(self, write: Write, error: str | None) -> None:
         if write.is_over:

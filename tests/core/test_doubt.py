@@ -66,6 +66,14 @@ def test_a_write_that_was_given_before_the_doubt_proves_nothing() -> None:
     assert [landed.handle for landed in said(me.effects, Landed)] == [second.handle]
 
 
+def test_a_life_that_is_only_unheard_of_is_promised_nothing() -> None:
+    """It left the router's list because it drains, or the router was restarted: it may still run other requests."""
+    me, handle, _ = doubtful()
+    me.meet()
+    me.wait(4.0)
+    assert said(me.peer(D, Stop(handle)), Fenced) == []
+
+
 def test_with_that_life_the_doubt_ends() -> None:
     me, handle, _ = doubtful()
     me.meet(hello("d", Role.DECODE, epoch="next"))

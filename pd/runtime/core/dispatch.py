@@ -108,6 +108,14 @@ class Dispatch:
         if answer.held:
             self._watch(answer, min(answer.due_at, now + self._deadlines.gap_s))
 
+    def let_go_of_drained(self, member: Member) -> None:
+        """It leaves. If it drained first, its handoffs are done, and Landed is on its way or there; else decode says
+        that it waits in vain."""
+        for answer in self.answers.values():
+            is_handed_off = answer.state is State.DECODING and answer.prefill is member is not answer.decode
+            if is_handed_off and member.standing is Standing.DRAINING:
+                answer.landed()
+
     def refuse(self, answer: Answer, member: Member, refused: Refused, now: float) -> None:
         """The instance does not take it: back into the queue, for another, or for later."""
         after_s, reason = refused.retry_after_s, refused.reason

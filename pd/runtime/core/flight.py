@@ -39,6 +39,11 @@ class Flight:
         return len(self._steps) < MAX_STEPS
 
     @property
+    def is_retiring(self) -> bool:
+        """Slots wait to be given up."""
+        return bool(self._retiring)
+
+    @property
     def num_free_slots(self) -> int:
         return len(self._free_slots)
 
@@ -116,4 +121,4 @@ class Flight:
             for request in [*step.decodes, *(request for request, _ in step.prompts)]:
                 pages = request.table.pages
                 assert pages, f"step {step.number} writes {request.handle}, whose pages were given back"
-                assert all(map(self._pages.pool.is_referenced, pages)), f"step {step.number} writes free pages"
+                assert self._pages.pool.are_referenced(pages), f"step {step.number} writes free pages"

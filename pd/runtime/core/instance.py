@@ -10,6 +10,7 @@ Rules
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import assert_never
 
@@ -98,9 +99,10 @@ class InstanceBrain:
         """Nothing is held: no request, no handoff, and all pages free or only in the prefix cache."""
         return self._parts.is_idle()
 
-    def check(self) -> None:
-        """Raise AssertionError with the invariant that is broken. Slow: for tests and simulations."""
-        self._parts.check()
+    def check(self, reachable: Iterable[int] = ()) -> None:
+        """Raise AssertionError with the invariant that is broken. Slow: for tests and simulations.
+        `reachable`: pages that a peer's write may still reach."""
+        self._parts.check(reachable)
 
     def _receive(self, sender: Peer, message: AnyMessage, *, now: float) -> list[Effect]:
         effects: list[Effect] | None

@@ -11,8 +11,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, assert_never
+from typing import assert_never
 
+from pd.runtime.core.doubts import Doubts
 from pd.runtime.core.events import Effect, Peer, Send, Stamp
 from pd.runtime.core.flight import Flight
 from pd.runtime.core.lives import Links
@@ -39,13 +40,6 @@ class Outbox:
     reason: str = ""  # why it is fenced
 
 
-class Doubt(NamedTuple):
-    """A handoff that is over, but bytes of it may still land."""
-
-    life: Peer
-    last_job: int  # that was given before; a later one that is done ends the doubt
-
-
 class Outboxes:
     def __init__(self, settings: BrainSettings, flight: Flight, links: Links) -> None:
         self._settings = settings
@@ -53,7 +47,7 @@ class Outboxes:
         self._links = links
         self._outboxes: dict[Handle, Outbox] = {}
         self._jobs: dict[int, Outbox] = {}
-        self._doubts: dict[Handle, Doubt] = {}
+        self.doubts = Doubts()
         self._last_job = 0
 
     def __len__(self) -> int:
@@ -65,19 +59,9 @@ class Outboxes:
     def find(self, handle: Handle) -> Outbox | None:
         return self._outboxes.get(handle)
 
-    def is_doubtful(self, handle: Handle) -> bool:
-        """No Fenced can be said of it, though nothing of it is open."""
-        return handle in self._doubts
-
     def doubt(self, outbox: Outbox) -> None:
-        self._doubts[outbox.request.handle] = Doubt(outbox.life, self._last_job)
-
-    def trust(self, life: Peer, job: int | None) -> None:
-        """All before `job`, which is done, has landed or never will: writes take effect in the order given.
-        None: that life is over, and nobody asks about its pages any more."""
-        for handle, doubt in list(self._doubts.items()):
-            if doubt.life == life and (job is None or doubt.last_job < job):
-                del self._doubts[handle]
+        """A write of it failed whose bytes may land all the same."""
+        self.doubts.add(outbox.request.handle, outbox.life, self._last_job)
 
     def has_open_jobs(self, peer: str) -> bool:
         """To any life of `peer`."""

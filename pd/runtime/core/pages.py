@@ -8,7 +8,7 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 
@@ -83,16 +83,27 @@ class PagePool:
     def is_referenced(self, page: int) -> bool:
         return self._counts[page] > 0
 
+    def are_referenced(self, pages: Iterable[int]) -> bool:
+        return all(map(self._counts.__getitem__, pages))
+
+    def is_kept(self, page: int) -> bool:
+        """Referenced or quarantined: it will not be given to anybody else."""
+        return self._counts[page] > 0 or page in self._quarantined
+
     def check(self, owners: Mapping[int, int]) -> None:
         """Raise AssertionError unless the counts are `owners` (0 where silent) and no page is missing."""
-        for page, count in enumerate(self._counts):
-            assert count == owners.get(page, 0), f"page {page}: count {count}, {owners.get(page, 0)} owners"
-        free = set(self._free)
-        assert len(free) == len(self._free), "a page is free twice"
-        referenced = {page for page, count in enumerate(self._counts) if count}
-        assert not free & referenced, f"free and referenced: {sorted(free & referenced)}"
-        assert not self._quarantined & (free | referenced), "a quarantined page is in use"
-        assert len(free) + len(referenced) + len(self._quarantined) == self.num_pages, (
-            f"{len(free)} free + {len(referenced)} referenced + {len(self._quarantined)} quarantined "
-            f"is not {self.num_pages}"
+        counts, free = self._counts, self._free
+        wanted = [0] * self.num_pages
+        for page, count in owners.items():
+            wanted[page] = count
+        if counts != wanted:
+            page = next(page for page in range(self.num_pages) if counts[page] != wanted[page])
+            raise AssertionError(f"page {page}: count {counts[page]}, {wanted[page]} owners")
+        assert len(set(free)) == len(free), "a page is free twice"
+        assert not any(map(counts.__getitem__, free)), f"free and referenced: {[p for p in free if counts[p]]}"
+        assert self._quarantined.isdisjoint(free), "a quarantined page is free"
+        assert not any(map(counts.__getitem__, self._quarantined)), "a quarantined page is referenced"
+        num_unowned = counts.count(0)
+        assert len(free) + len(self._quarantined) == num_unowned, (
+            f"{len(free)} free + {len(self._quarantined)} quarantined is not the {num_unowned} that nobody holds"
         )

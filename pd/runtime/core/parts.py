@@ -7,6 +7,8 @@ PrefillPart ─ onward (colocated) ─► DecodePart ─────┼─► Fl
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from pd.runtime.core.decode import DecodePart
 from pd.runtime.core.events import Peer
 from pd.runtime.core.flight import Flight
@@ -48,6 +50,14 @@ class Parts:
         if role is Role.DECODE and self.decode is not None:
             self.inboxes = Inboxes(settings, me, pages=self.pages, links=self.links, decode=self.decode)
 
+    @property
+    def has_work(self) -> bool:
+        """A step could do something: most events find nothing, and that must cost nothing."""
+        decode, prefill = self.decode, self.prefill
+        if self.flight.is_retiring or (decode is not None and (decode.running or decode.ready or decode.num_stalled)):
+            return True
+        return prefill is not None and bool(prefill.prompts.waiting or prefill.prompts.computing)
+
     def load(self) -> Load:
         num_waiting = num_tokens = 0
         if self.decode is not None:
@@ -80,7 +90,7 @@ class Parts:
         """Nothing is left at all: every page is free or only in the prefix cache."""
         return self.is_done() and self.pages.num_available == self._settings.num_pages
 
-    def check(self) -> None:
+    def check(self, reachable: Iterable[int]) -> None:
         """Raise AssertionError with the invariant that is broken."""
         tables: dict[int, PageTable] = {}
         for table in self._tables():
@@ -91,6 +101,8 @@ class Parts:
             self.prefill.outboxes.check()
         if self.inboxes is not None:
             self.inboxes.check()
+        for page in reachable:
+            assert self.pages.pool.is_kept(page), f"page {page} is free, and a peer may still write it"
 
     def _tables(self) -> list[PageTable]:
         tables = [*self.flight.tables(), *(request.table for request in self._running())]

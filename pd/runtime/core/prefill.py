@@ -71,7 +71,7 @@ class PrefillPart:
 
     def stop(self, sender: Peer, handle: Handle, *, now: float) -> list[Effect] | None:
         """The peer wants no more writes. None if there is no such handoff."""
-        if self.outboxes.is_doubtful(handle):
+        if handle in self.outboxes.doubts:
             return []  # it asks again, and severs us in the end
         outbox = self.outboxes.find(handle)
         if outbox is None:
@@ -106,7 +106,7 @@ class PrefillPart:
         """Every rank has ended this job."""
         outbox = self.outboxes.end_job(done, now)
         if done.error is None:
-            self.outboxes.trust(outbox.life, done.job)
+            self.outboxes.doubts.trust(outbox.life, done.job)
             return self.outboxes.settle(outbox, now)
         if done.may_land:
             self.outboxes.doubt(outbox)
@@ -117,7 +117,6 @@ class PrefillPart:
     def lose(self, life: Peer, now: float) -> list[Effect]:
         """That life of a decode instance is over."""
         reason = f"decode instance {life.name} is lost"
-        self.outboxes.trust(life, None)
         return self._fail_all(life, Event.PEER_LOST, reason=reason, now=now)
 
     def unreachable(self, life: Peer, reason: str, *, now: float) -> list[Effect]:

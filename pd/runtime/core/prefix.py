@@ -12,8 +12,8 @@ Rules
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pd.runtime.core.pages import PagePool, PageTable
@@ -114,19 +114,32 @@ class PrefixCache:
     def check(self, tables: Iterable[PageTable]) -> None:
         """Raise AssertionError unless `tables` and the cache are exactly who holds the pool's pages."""
         tables = list(tables)
-        held = Counter(page for table in tables for page in table.pages)
-        self.pool.check(held + Counter(self._by_page.keys()))
-        idle = {page for page in self._by_page if not held[page]}
-        assert set(self._idle) == idle, f"idle pages {sorted(self._idle)}, unheld {sorted(idle)}"
-        children = Counter(entry.parent.page for entry in self._by_page.values() if entry.parent)
-        for page, entry in self._by_page.items():
-            assert entry.num_children == children[page], f"cached page {page} miscounts its children"
-            assert self._by_key[entry.key] is entry, f"cached page {page} cannot be found"
-            parent = entry.parent
-            assert not held[page] or not parent or held[parent.page], f"page {page} is held without its parent"
+        held: dict[int, int] = {}
+        for table in tables:
+            for page in table.pages:
+                held[page] = held.get(page, 0) + 1
+        cached = self._by_page
+        if not cached:
+            self.pool.check(held)
+            assert not self._idle and not any(table.num_shared for table in tables), "shared, but nothing is cached"
+            return
+        self.pool.check(held | {page: held.get(page, 0) + 1 for page in cached})
+        assert self._idle.keys() == cached.keys() - held.keys(), f"idle pages {sorted(self._idle)}, held {sorted(held)}"
+        self._check_entries(held)
         for table in tables:
             shared = table.pages[: table.num_shared]
-            assert all(page in self._by_page for page in shared), f"shared, but not cached: {shared}"
+            assert cached.keys() >= set(shared), f"shared, but not cached: {shared}"
+
+    def _check_entries(self, held: Mapping[int, int]) -> None:
+        children: dict[int, int] = {}
+        for page, entry in self._by_page.items():
+            parent = entry.parent
+            assert self._by_key[entry.key] is entry, f"cached page {page} cannot be found"
+            if parent:
+                children[parent.page] = children.get(parent.page, 0) + 1
+                assert page not in held or parent.page in held, f"page {page} is held without its parent"
+        for page, entry in self._by_page.items():
+            assert entry.num_children == children.get(page, 0), f"cached page {page} miscounts its children"
 
     def _add(self, page: int, key: tuple[int, tuple[int, ...]], parent: _Entry | None) -> _Entry:
         self._last_number += 1

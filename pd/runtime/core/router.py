@@ -174,6 +174,7 @@ class RouterBrain:
                 self._effects += self._members.beat(member, load, now)
             case Bye(reason, is_gone):
                 if is_gone:
+                    self._dispatch.let_go_of_drained(member)
                     self._apply(self._members.leave(member, reason, now), now)
                 elif member.move(Sign.BYE):
                     self._effects.append(Stamp(member.name, "draining", reason))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pd.runtime.core.events import Effect, Exit, Peer, Stamp
-from pd.runtime.core.lives import Lives
+from pd.runtime.core.lives import Lives, life_of
 from pd.runtime.core.parts import Parts
 from pd.runtime.core.ranks import Tally
 from pd.runtime.core.settings import BrainSettings
@@ -31,7 +31,7 @@ class Work:
     def plan(self, now: float) -> list[Effect]:
         """Launch what can be launched."""
         effects: list[Effect] = []
-        while self._parts.flight.has_room:
+        while self._parts.flight.has_room and self._parts.has_work:
             step = self._parts.flight.draft()
             if self._parts.decode is not None:
                 effects += self._parts.decode.fill(step, lambda: self._give_way(now))
@@ -66,6 +66,8 @@ class Work:
         effects = self._lose(lost, now)
         for hello in new:
             self._parts.links.meet(hello, now)
+            if self._parts.prefill is not None:
+                self._parts.prefill.outboxes.doubts.meet(life_of(hello))
         return effects + self._attach(now)
 
     def cancel(self, handle: Handle, reason: str, *, now: float) -> list[Effect] | None:

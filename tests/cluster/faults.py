@@ -1,0 +1,304 @@
+"""Planted faults: each takes one safeguard away. The simulation must see what comes of every one of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
+import pytest
+
+from pd.runtime.core import inbox, outbox, prefix
+from pd.runtime.core.answer import Answer, Piece
+from pd.runtime.core.attempts import Arrival, Attempts
+from pd.runtime.core.decode import DecodePart
+from pd.runtime.core.dispatch import Dispatch
+from pd.runtime.core.events import Abandon, Effect, End, Event, Peer
+from pd.runtime.core.flight import Flight
+from pd.runtime.core.inbox import Inboxes
+from pd.runtime.core.lives import Link, Links, Way
+from pd.runtime.core.member import Member
+from pd.runtime.core.membership import Membership
+from pd.runtime.core.outbox import Outboxes
+from pd.runtime.core.pages import PageTable
+from pd.runtime.core.prefill import PrefillPart
+from pd.runtime.core.prefix import PrefixCache
+from pd.runtime.core.ranks import Tally
+from pd.runtime.core.router import RouterBrain
+from pd.runtime.core.timetable import Timetable
+from pd.runtime.wire.messages import Finish, Handle, Hello, Landed, Prefill, Severed, Token, WriteDone
+from pd.transfer.handoff import INBOX, OUTBOX, InboxState, OutboxState
+from pd.transfer.handoff import Effect as Do
+from pd.transfer.handoff import Event as On
+
+Patch = pytest.MonkeyPatch
+Plant = Callable[[Patch], None]
+
+
+def inbox_rows(rows: Mapping[tuple[InboxState, On], Any]) -> Plant:
+    return lambda patch: patch.setattr(inbox, "INBOX", MappingProxyType({**INBOX, **rows}))
+
+
+def outbox_rows(rows: Mapping[tuple[OutboxState, On], Any]) -> Plant:
+    return lambda patch: patch.setattr(outbox, "OUTBOX", MappingProxyType({**OUTBOX, **rows}))
+
+
+def instead(cls: type, method: str, replacement: Callable[..., Any]) -> Plant:
+    return lambda patch: patch.setattr(cls, method, replacement)
+
+
+# ---- at the router ----------------------------------------------------------------------------------------------
+
+
+def find_any_attempt(self: Dispatch, member: Member, handle: Handle) -> Answer | None:
+    answer = self.answers.get(handle.request_id)
+    return answer if answer is not None and member in (answer.decode, answer.prefill) else None
+
+
+def find_any_life(self: Membership, sender: Peer, now: float) -> Member | None:
+    member = self._members.get(sender.name)
+    if member is not None:
+        member.heard_at = now
+    return member
+
+
+def accept_as_they_come(self: Answer, position: int, tokens: tuple[Token, ...], finish: Finish | None) -> Piece | None:
+    self.known += [token.id for token in tokens]
+    return Piece(position, tokens, finish)
+
+
+def accept_an_early_end(patch: Patch) -> None:
+    accept = Answer.accept
+
+    def accept_it(self: Answer, position: int, tokens: tuple[Token, ...], finish: Finish | None) -> Piece | None:
+        piece = accept(self, position, tokens, finish)
+        return piece._replace(finish=self.finish) if piece is not None else None
+
+    patch.setattr(Answer, "accept", accept_it)
+
+
+def end_twice(patch: Patch) -> None:
+    end = Dispatch.end
+
+    def end_again(self: Dispatch, answer: Answer, reason: str, now: float, **more: Any) -> None:
+        end(self, answer, reason, now, **more)
+        if answer.num_failures:  # one that was repeated: its first failure is told, too
+            self._effects.append(End(answer.request_id, 503, answer.last_reason, 1.0))
+
+    patch.setattr(Dispatch, "end", end_again)
+
+
+def ignore_who_left(patch: Patch) -> None:
+    on = RouterBrain.on
+
+    def hear(self: RouterBrain, event: Event, now: float) -> list[Effect]:
+        return [] if isinstance(event, Abandon) else on(self, event, now)
+
+    patch.setattr(RouterBrain, "on", hear)
+
+
+# ---- at the receiving end ---------------------------------------------------------------------------------------
+
+
+def believe_any_fence(patch: Patch) -> None:
+    fenced = Inboxes.fenced
+
+    def believe(self: Inboxes, sender: Peer, handle: Handle, *, now: float) -> list[Effect] | None:
+        box = self._inboxes.get(handle)
+        return fenced(self, box.life if box is not None else sender, handle, now=now)
+
+    patch.setattr(Inboxes, "fenced", believe)
+
+
+def believe_any_landing(patch: Patch) -> None:
+    landed = Inboxes.landed
+
+    def believe(self: Inboxes, sender: Peer, message: Landed, *, now: float) -> list[Effect] | None:
+        for handle, box in self._inboxes.items():
+            if handle.request_id == message.handle.request_id:
+                message = msgspec.structs.replace(message, handle=handle, position=len(box.reserve.tokens))
+                return landed(self, box.life, message, now=now)
+        return None
+
+    patch.setattr(Inboxes, "landed", believe)
+
+
+def sever_nobody(patch: Patch) -> None:
+    cut = Links.cut
+    patch.setattr(Links, "cut", lambda self, life: cut(self, life)[:0])
+
+
+def promise_to_strangers(patch: Patch) -> None:
+    patch.setattr(Inboxes, "_not_now", lambda self, message, life, *, num_pages: None)
+
+
+def severed_by_one_rank(self: Tally, rank: int, answer: Severed) -> Severed | None:
+    return answer
+
+
+# ---- at the writing end -----------------------------------------------------------------------------------------
+
+
+def written_by_one_rank(self: Tally, rank: int, answer: WriteDone) -> WriteDone | None:
+    return answer
+
+
+def compare_clocks(patch: Patch) -> None:
+    """The router's deadline is taken as a time of this host's clock."""
+    submit = PrefillPart.submit
+
+    def take(self: PrefillPart, message: Prefill, now: float) -> list[Effect]:
+        return submit(self, msgspec.structs.replace(message, deadline_s=message.deadline_s - now), now)
+
+    patch.setattr(PrefillPart, "submit", take)
+
+
+def write_by_any_ticket(patch: Patch) -> None:
+    """Also by one that was given to an earlier life of ours."""
+    fault = PrefillPart._fault
+
+    def take(self: PrefillPart, message: Prefill, limit: int) -> Any:
+        if message.ticket is not None:
+            ticket = msgspec.structs.replace(message.ticket, prefill_epoch=self._me.epoch)
+            message = msgspec.structs.replace(message, ticket=ticket)
+        return fault(self, message, limit)
+
+    patch.setattr(PrefillPart, "_fault", take)
+
+
+def never_attach_again(patch: Patch) -> None:
+    break_off = Links.break_off
+
+    def give_up(self: Links, life: Peer, reason: str, *, now: float) -> list[Effect]:
+        effects = break_off(self, life, reason, now=now)
+        if effects:
+            self._links[life.name].attach_at = math.inf
+        return effects
+
+    patch.setattr(Links, "break_off", give_up)
+
+
+def meet_the_severed_again(self: Links, hello: Hello, now: float) -> None:
+    self._links[hello.worker] = Link(hello, Way.CLOSED, now)
+    self._severed.pop(Peer(hello.worker, hello.epoch), None)
+
+
+# ---- pages ------------------------------------------------------------------------------------------------------
+
+
+def free_under_a_step(self: Flight, table: PageTable, last_step: int) -> None:
+    if table.pages:
+        self._pages.release(table)
+
+
+def free_twice(patch: Patch) -> None:
+    release = Flight.release
+
+    def release_again(self: Flight, table: PageTable, last_step: int) -> None:
+        pages = list(table.pages)
+        release(self, table, last_step)
+        if pages and not table.pages:
+            self._pages.pool.drop(pages[0])
+
+    patch.setattr(Flight, "release", release_again)
+
+
+def keep_what_is_cancelled(self: DecodePart, handle: Handle) -> bool:
+    request = self.running.pop(handle, None) or self.ready.pop(handle, None)
+    if request is None:
+        return False
+    self._flight.close(request)
+    return True
+
+
+def hold_no_match(patch: Patch) -> None:
+    match = PrefixCache.match
+
+    def take(self: PrefixCache, tokens: Any) -> PageTable:
+        table = match(self, tokens)
+        for page in table.pages:
+            if self.pool.drop(page) == 1:
+                self._idle[page] = None
+        return table
+
+    patch.setattr(PrefixCache, "match", take)
+
+
+def forget_what_came_before(patch: Patch) -> None:
+    """A page of the prefix cache is known by its own tokens alone."""
+    add = PrefixCache._add
+
+    def add_orphan(self: PrefixCache, page: int, key: Any, parent: Any) -> Any:
+        entry = add(self, page, key, parent)
+        del self._by_key[entry.key]
+        entry.key, entry.number = (0, key[1]), 0
+        self._by_key[entry.key] = entry
+        return entry
+
+    patch.setattr(prefix.PrefixCache, "_add", add_orphan)
+
+
+R, F, S, Q = InboxState.RESERVED, InboxState.FENCING, InboxState.SEVERING, InboxState.QUARANTINED
+C, D, T = OutboxState.COMPUTING, OutboxState.DRAINING, OutboxState.STOPPING
+FREED = (InboxState.DONE, (Do.FREE,))
+
+FAULTS: dict[str, Plant] = {
+    # the receiving end
+    "pages are free at once when the request is cancelled": inbox_rows({(R, On.CANCEL): FREED}),
+    "pages are free at once when landing takes too long": inbox_rows({(R, On.TIMEOUT): FREED, (R, On.CANCEL): FREED}),
+    "a lost writer is not severed": inbox_rows({(R, On.PEER_LOST): FREED, (F, On.PEER_LOST): FREED}),
+    "a writer that could not be severed is trusted": inbox_rows({(S, On.UNCLEAN): FREED}),
+    "quarantine ends by itself": inbox_rows({(Q, On.REMIND): (InboxState.DONE, (Do.READMIT,))}),
+    "nobody reminds the writer of a Stop, and nobody gives up waiting": inbox_rows(
+        {(F, On.REMIND): (F, ()), (F, On.TIMEOUT): (F, ())}
+    ),
+    "nobody is severed who should be": sever_nobody,
+    "a new life's Fenced is taken for its predecessor's": believe_any_fence,
+    "any attempt's Landed is taken for this one's": believe_any_landing,
+    "a peer counts as severed when the first rank has done it": instead(Tally, "severed", severed_by_one_rank),
+    "pages are promised whoever is to write them": promise_to_strangers,
+    # the writing end
+    "Landed is said before the last write is done": outbox_rows(
+        {(C, On.COMPUTED): (OutboxState.DONE, (Do.SEND_LANDED, Do.FREE))}
+    ),
+    "Fenced is said while writes are under way": outbox_rows(
+        {
+            (C, On.STOP): (OutboxState.DONE, (Do.SEND_FENCED, Do.FREE)),
+            (D, On.STOP): (OutboxState.DONE, (Do.SEND_FENCED, Do.FREE)),
+        }
+    ),
+    "Fenced is said of failed writes whose bytes may still land": outbox_rows(
+        {(C, On.DOUBT): (T, ()), (D, On.DOUBT): (T, ()), (T, On.DOUBT): (T, ())}
+    ),
+    "doubts are forgotten": instead(Outboxes, "doubt", lambda self, doubtful: None),
+    "a write counts as done when the first rank has done it": instead(Tally, "write_done", written_by_one_rank),
+    "a handoff has no deadline": instead(Outboxes, "_set_deadline", lambda self, outbox, now: None),
+    "a new life is attached while writes to the old one are open": instead(
+        Outboxes, "has_open_jobs", lambda self, peer: False
+    ),
+    "a ticket counts for every life of the writer": write_by_any_ticket,
+    "a broken way is never tried again": never_attach_again,
+    "who was severed is attached again": instead(Links, "meet", meet_the_severed_again),
+    "clocks of two hosts are compared": compare_clocks,
+    # both
+    "a repeated message begins its attempt again": instead(Attempts, "begin", lambda self, handle: Arrival.NEW),
+    "a Stop that overtook its request is forgotten": instead(Attempts, "stop", lambda self, handle: None),
+    # pages
+    "pages are free while a launched step writes them": instead(Flight, "release", free_under_a_step),
+    "pages are given back twice": free_twice,
+    "a cancelled request keeps its pages": instead(DecodePart, "cancel", keep_what_is_cancelled),
+    "a cached page that was matched is not held": hold_no_match,
+    "a cached page is known by its own tokens alone": forget_what_came_before,
+    "nobody gives way when pages are short": instead(DecodePart, "_preempt_younger", lambda self, request: None),
+    # the router
+    "the router takes old attempts for the current one": instead(Dispatch, "find", find_any_attempt),
+    "the router takes an old life for the new one": instead(Membership, "find", find_any_life),
+    "the router has no deadlines": instead(Timetable, "pop_due", lambda self, now: []),
+    "the router passes tokens on as they come": instead(Answer, "accept", accept_as_they_come),
+    "the router ends an answer before all its tokens are there": accept_an_early_end,
+    "the router ends a repeated request twice": end_twice,
+    "the router asks no stranger who it is": instead(Membership, "ask", lambda self, stranger, now: []),
+    "the router goes on for a client that left": ignore_who_left,
+}
