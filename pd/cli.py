@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
@@ -117,9 +118,18 @@ def _doctor(options: DoctorOptions) -> Callable[[], int]:
     return partial(doctor, options)
 
 
+def _key(file: Annotated[Path, typer.Argument(metavar="FILE", help="A file that does not exist yet.")]) -> None:
+    """Make a key for --cluster-key: a new file that its owner alone can read."""
+    from pd.runtime.keys import make_cluster_key
+
+    make_cluster_key(file)
+    typer.echo(f"{file} holds a new cluster key: give every process --cluster-key {file}")
+
+
 app.command("serve", cls=GroupedHelp)(as_command(_serve, ServeOptions))
 app.command("launch", cls=GroupedHelp)(as_command(_launch, LaunchOptions))
 app.command("doctor", cls=GroupedHelp)(as_command(_doctor, DoctorOptions))
+app.command("key")(_key)
 app.add_typer(bench, name="bench")
 
 

@@ -20,7 +20,9 @@ from pd.runtime.config import (
     ModelConfig,
     RouterConfig,
     StepConfig,
+    is_loopback,
 )
+from pd.runtime.keys import read_api_keys, read_cluster_key
 from pd.runtime.wire.messages import Role
 
 _WORDS = {
@@ -46,6 +48,7 @@ _OF_INSTANCES = (
     *("max_running", "max_prefill_tokens", "max_model_len", "transfer", "transfer_devices", "transfer_param"),
 )
 """Options that say nothing to a router."""
+_OF_ROUTERS = ("api_key_file",)
 _SIZE = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*(?:([KMGT])i?B?|B)?", re.IGNORECASE)
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _ADDRESS = re.compile(r"tcp://(\[[0-9a-fA-F:]+\]|[A-Za-z0-9*][A-Za-z0-9.-]*|\*):(\d{1,5})")
@@ -57,11 +60,15 @@ def launch_config(options: LaunchOptions) -> InstanceConfig | RouterConfig:
     """Raises ConfigError with all faults at once."""
     faults = [*role_faults(options.role), *shared_faults(options), *own_faults(options)]
     if options.role == Role.ROUTER.value:
-        faults += _router_faults(options)
+        faults += _strange(options, _OF_INSTANCES, "instances; a router")
+    else:
+        faults += _strange(options, _OF_ROUTERS, "the router; an instance")
     if faults:
         raise ConfigError(*faults, hint="pd launch --help")
+    check_keys(options)
+    _check_reach(options)
     if options.role == Role.ROUTER.value:
-        return RouterConfig(model=_model(options), link=_link(options))
+        return RouterConfig(model=_model(options), link=_link(options), api_key_file=options.api_key_file)
     return InstanceConfig(
         role=Role(options.role),
         name=options.name or f"{options.role}-{socket.gethostname()}-{os.getpid()}",
@@ -80,6 +87,25 @@ def launch_config(options: LaunchOptions) -> InstanceConfig | RouterConfig:
             cores=None if options.cores is None else parse_cores(options.cores),
         ),
         link=_link(options),
+    )
+
+
+def check_keys(options: SharedOptions) -> None:
+    """Read what the key files hold, so that a bad one is told before anything starts. Raises ConfigError."""
+    read_cluster_key(options.cluster_key)
+    read_api_keys(options.api_key_file)
+
+
+def _check_reach(options: LaunchOptions) -> None:
+    """Without a key no other machine may reach a link. Raises ConfigError."""
+    is_router = options.role == Role.ROUTER.value
+    host = options.router.removeprefix("tcp://").rpartition(":")[0] if is_router else options.host
+    if options.cluster_key is not None or options.insecure or is_loopback(host):
+        return
+    said = f"--router {options.router}" if is_router else f"--host {host}"
+    raise ConfigError(
+        f"{said}: without a key only this machine's own processes may reach the links",
+        hint="make a key with `pd key FILE` and give --cluster-key FILE to every process, or say --insecure",
     )
 
 
@@ -172,12 +198,13 @@ def _count_faults(options: SharedOptions, names: tuple[str, ...]) -> Iterator[st
             yield f"--{name.replace('_', '-')} is {value}, must be at least 1"
 
 
-def _router_faults(options: LaunchOptions) -> Iterator[str]:
+def _strange(options: LaunchOptions, names: tuple[str, ...], whose: str) -> Iterator[str]:
+    """Options that were given and say nothing to this role."""
     plain = LaunchOptions(role=options.role)
-    for name in _OF_INSTANCES:
+    for name in names:
         if (value := getattr(options, name)) != getattr(plain, name):
             said = "" if value is True else f" {value}"
-            yield f"--{name.replace('_', '-')}{said} is for instances; a router has no use for it"
+            yield f"--{name.replace('_', '-')}{said} is for {whose} has no use for it"
 
 
 def _model(options: LaunchOptions) -> ModelConfig:
@@ -197,6 +224,8 @@ def _link(options: LaunchOptions) -> LinkConfig:
         transfer=options.transfer,
         transfer_devices=tuple(filter(None, (options.transfer_devices or "").split(","))),
         transfer_params=tuple(_pair(param) for param in options.transfer_param or ()),
+        cluster_key=options.cluster_key,
+        insecure=options.insecure,
     )
 
 

@@ -10,7 +10,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from pd.cli_config import core_faults, own_faults, parse_cores, shared_faults, show_cores
+from pd.cli_config import check_keys, core_faults, own_faults, parse_cores, shared_faults, show_cores
 from pd.cli_options import LaunchOptions, ServeOptions, SharedOptions, as_arguments
 from pd.runtime.checkpoint import resolve, served_name
 from pd.runtime.config import ConfigError, LinkConfig
@@ -48,6 +48,7 @@ def serve_config(options: ServeOptions) -> ServeConfig:
         port=port,
         model=name,
         restart=options.restart == "always",
+        api_key_file=options.api_key_file,
     )
 
 
@@ -83,7 +84,14 @@ def launches(options: ServeOptions) -> list[LaunchOptions]:
     faults += [f"two instances are named {name}" for name in sorted({n for n in names if n and names.count(n) > 1})]
     if faults:
         raise ConfigError(*dict.fromkeys(faults), hint="pd serve --help")
-    router = LaunchOptions(role=Role.ROUTER.value, host=options.host)
+    check_keys(options)
+    router = LaunchOptions(
+        role=Role.ROUTER.value,
+        host=options.host,
+        cluster_key=options.cluster_key,
+        insecure=options.insecure,
+        api_key_file=options.api_key_file,
+    )
     return [router, *_with_cores(instances, options)]
 
 
@@ -121,7 +129,8 @@ def _instance(options: ServeOptions, role: Role, text: str, *, number: int) -> t
         else:
             settings[key.replace("-", "_")] = int(value) if key in _NUMBERS else value
     shared = {entry.name: getattr(options, entry.name) for entry in fields(SharedOptions)}
-    del shared["cores"], shared["host"]  # what they all share between them; where the router's HTTP is
+    for name in ("cores", "host", "api_key_file"):  # what they all share between them; what is the router's
+        del shared[name]
     instance = LaunchOptions(**{"role": role.value, "name": f"{role.value}-{number}", **shared, **settings})
     faults += own_faults(instance)
     return instance, [f'--{role.value} "{text}": {fault}' for fault in faults]

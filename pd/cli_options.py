@@ -97,6 +97,26 @@ class SharedOptions:
     host: Annotated[str, typer.Option(metavar="ADDRESS", help="Where to listen.", rich_help_panel=_NETWORK)] = (
         "127.0.0.1"
     )
+    cluster_key: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="The one key of all the cluster's processes (pd key FILE makes it): links are locked with it.",
+            rich_help_panel=_NETWORK,
+        ),
+    ] = None
+    insecure: Annotated[
+        bool,
+        typer.Option("--insecure", help="Let others reach the links without a key.", rich_help_panel=_NETWORK),
+    ] = False
+    api_key_file: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Keys that HTTP clients must show, one a line. [default: none are asked for]",
+            rich_help_panel=_NETWORK,
+        ),
+    ] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ start-up line says what was chosen.
 
 from __future__ import annotations
 
+import ipaddress
 from dataclasses import dataclass, field
 
 from pd.runtime.wire.messages import Role
@@ -80,6 +81,20 @@ class LinkConfig:
     """Network interfaces or NICs. A backend that cannot honour them refuses."""
     transfer_params: tuple[tuple[str, str], ...] = ()
     """A library's own settings. A backend refuses those that it does not know."""
+    cluster_key: str | None = None
+    """A file: see pd.runtime.keys. None: links are open, and bound to loopback."""
+    insecure: bool = False
+    """Bind elsewhere without a key all the same."""
+
+
+def is_loopback(host: str) -> bool:
+    """Only processes of this machine reach `host`. A name other than localhost is not looked up: it may change."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +118,8 @@ class InstanceConfig:
 class RouterConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     link: LinkConfig = field(default_factory=LinkConfig)
+    api_key_file: str | None = None
+    """HTTP clients must show one of its keys. None: everyone is served."""
     max_queue: int = 1024
     """Requests without an instance yet; more get 429 with Retry-After."""
     queue_s: float = 30.0

@@ -26,13 +26,15 @@ class AutoTransport:
 
     name = "auto"
 
-    def __init__(self, *, me: str, host: str = "127.0.0.1", devices: tuple[str, ...] = ()) -> None:
-        """`host` and `devices` are TCP's. Raises TransferError."""
+    def __init__(
+        self, *, me: str, host: str = "127.0.0.1", devices: tuple[str, ...] = (), key: bytes | None = None
+    ) -> None:
+        """`host`, `devices` and `key` are TCP's. Raises TransferError."""
         self.me = me
         self._outbox = Outbox()
         self.wake_fd = self._outbox.wake_fd
         self._shm = ShmTransport(me=me, outbox=self._outbox)
-        self._tcp = TcpTransport(me=me, host=host, devices=devices, outbox=self._outbox)
+        self._tcp = TcpTransport(me=me, host=host, devices=devices, key=key, outbox=self._outbox)
         self._ways: dict[str, tuple[ShmTransport | TcpTransport, str]] = {}
         self._known: dict[str, ShmEndpoint] = {}
 

@@ -10,9 +10,18 @@ NAMES = ("auto", "shm", "tcp", "nixl", "mooncake")
 
 
 def make_transport(
-    name: str, *, me: str, host: str, devices: tuple[str, ...] = (), params: Mapping[str, str] | None = None
+    name: str,
+    *,
+    me: str,
+    host: str,
+    devices: tuple[str, ...] = (),
+    params: Mapping[str, str] | None = None,
+    key: bytes | None = None,
 ) -> Transport:
     """`me` is unique to this process's life; `host` and `devices` are where peers reach it.
+
+    `key`: both ends of a tcp connection prove that they hold it. shm has the kernel's permissions instead, and the
+    libraries of nixl and mooncake have nothing of the kind.
 
     Raises TransferError for an unknown name, for devices or parameters that the backend cannot honour, and for a
     library that is not here.
@@ -33,12 +42,12 @@ def make_transport(
             from pd.transfer.auto import AutoTransport
 
             _refuse(name, given)
-            return AutoTransport(me=me, host=host, devices=devices)
+            return AutoTransport(me=me, host=host, devices=devices, key=key)
         case "tcp":
             from pd.transfer.tcp import TcpTransport
 
             _refuse(name, given)
-            return TcpTransport(me=me, host=host, devices=devices)
+            return TcpTransport(me=me, host=host, devices=devices, key=key)
         case "shm":
             from pd.transfer.shm import ShmTransport
 

@@ -1,6 +1,7 @@
 """Transfer over TCP, to anywhere: frames straight from one region into another's, many peers, one thread.
 
-Who has not our endpoint has not the secret in it, and cannot write.
+Who has not our endpoint has not the secret in it, and cannot write; with a cluster's `key` the endpoint alone is not
+enough.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import msgspec
 from pd.transfer.address import numeric_address
 from pd.transfer.outbox import Outbox
 from pd.transfer.region import Region, check_spans, refuse_device
-from pd.transfer.tcp_frames import MAX_NAME_NBYTES, SECRET_NBYTES
+from pd.transfer.tcp_frames import MAX_NAME_NBYTES, SECRET_NBYTES, mixed
 from pd.transfer.tcp_lane import Ours, TcpEndpoint, TcpLimits, decode
 from pd.transfer.tcp_link import Mux
 from pd.transfer.tcp_loop import TcpLoop
@@ -40,6 +41,7 @@ class TcpTransport:
         me: str,
         host: str = "127.0.0.1",
         devices: tuple[str, ...] = (),
+        key: bytes | None = None,
         limits: TcpLimits | None = None,
         outbox: Outbox | None = None,
     ) -> None:
@@ -49,6 +51,7 @@ class TcpTransport:
         self.me = me
         self._address = numeric_address(host, devices, backend="tcp")
         self._limits = limits or TcpLimits()
+        self._key = key
         self._outbox = outbox or Outbox()
         self.wake_fd = self._outbox.wake_fd
         self._owns_outbox = outbox is None
@@ -134,8 +137,8 @@ class TcpTransport:
             listener.close()
             raise TransferError(f"cannot listen on {self._address}: {error}") from error
         self._port = listener.getsockname()[1]
-        self._ours = Ours(region, self._outbox, Mux(), self._limits)
-        self._loop = TcpLoop(listener, self._secret, self._ours)
+        self._ours = Ours(region, self._outbox, Mux(), self._limits, self._key)
+        self._loop = TcpLoop(listener, mixed(self._secret, self._key), self._ours)
         return region
 
     def _running(self) -> tuple[TcpLoop, Ours]:

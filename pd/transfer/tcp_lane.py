@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import hmac
 import ipaddress
+import secrets
 import socket
 import time
 from collections import deque
@@ -18,13 +20,18 @@ from pd.transfer.region import Region
 from pd.transfer.tcp_frames import (
     HEADER_NBYTES,
     MAX_ENTRIES,
+    NONCE_NBYTES,
+    PROOF_NBYTES,
     SECRET_NBYTES,
     Entry,
     Frame,
     FrameError,
     Kind,
+    Prover,
+    mixed,
     pack,
     pack_hello,
+    prove,
     unpack,
 )
 from pd.transfer.tcp_link import Link, Mux
@@ -61,6 +68,8 @@ class Ours:
     outbox: Outbox
     mux: Mux
     limits: TcpLimits
+    key: bytes | None = None
+    """The cluster's; it does not travel with endpoints."""
 
 
 class Far(Protocol):
@@ -104,7 +113,10 @@ class Lane:
         except OSError:
             sock.close()
             raise
-        self.link.queue([pack_hello(peer.there.secret, peer.generation, index, peer.me)])
+        self._secret = mixed(peer.there.secret, peer.ours.key)
+        self._hello = pack_hello(secrets.token_bytes(NONCE_NBYTES), peer.generation, index, peer.me)
+        self._challenge = b""
+        self.link.queue([self._hello])
         self._expect_header()
         peer.ours.mux.attach(self)
 
@@ -145,22 +157,45 @@ class Lane:
             reason = bytearray(frame.nbytes)
             self.link.expect([memoryview(reason)], lambda: self._on_refusal(reason))
             return
-        if self.is_up != (frame.kind is not Kind.WELCOME):
+        if not self.is_up and frame.kind is (Kind.WELCOME if self._challenge else Kind.CHALLENGE):
+            self._be_let_in(frame)
+            return
+        if not self.is_up:
             raise FrameError(f"{self._peer.name} sends {frame.kind.name} out of turn")
         if frame.kind is Kind.DATA:
             self._on_data(frame)
             return
-        if frame.kind is Kind.WELCOME:
-            if frame.nbytes != self._peer.there.nbytes:
-                raise FrameError(f"its region is of {frame.nbytes} bytes, said were {self._peer.there.nbytes}")
-            self.is_up = True
-            self._expect_header()
-            self._peer.welcomed(time.monotonic())
-        elif frame.kind is Kind.ACK:
+        if frame.kind is Kind.ACK:
             self._peer.landed(frame.ticket, self.index)
             self._expect_header()
         else:
             raise FrameError(f"an acceptor does not send {frame.kind.name}")
+
+    def _be_let_in(self, frame: Frame) -> None:
+        """Prove who we are, then have the acceptor prove who it is."""
+        if frame.kind is Kind.CHALLENGE:
+            nonce = bytearray(NONCE_NBYTES)
+            self.link.expect([memoryview(nonce)], lambda: self._on_challenge(bytes(nonce)))
+            return
+        if frame.nbytes != self._peer.there.nbytes:
+            raise FrameError(f"its region is of {frame.nbytes} bytes, said were {self._peer.there.nbytes}")
+        proof = bytearray(PROOF_NBYTES)
+        self.link.expect([memoryview(proof)], lambda: self._on_welcome(proof))
+
+    def _on_challenge(self, nonce: bytes) -> None:
+        self._challenge = nonce
+        proof = prove(Prover.INITIATOR, self._secret, self._hello, nonce)
+        self.link.queue([pack(Frame(Kind.PROOF, True, 0, 0, PROOF_NBYTES)), proof])
+        self._peer.ours.mux.touch(self)
+        self._expect_header()
+
+    def _on_welcome(self, proof: bytearray) -> None:
+        expected = prove(Prover.ACCEPTOR, self._secret, self._hello, self._challenge)
+        if not hmac.compare_digest(bytes(proof), expected):
+            raise FrameError(f"{self._peer.name} does not prove that it is who it says")
+        self.is_up = True
+        self._expect_header()
+        self._peer.welcomed(time.monotonic())
 
     def _on_data(self, data: Frame) -> None:
         if not self._reads:

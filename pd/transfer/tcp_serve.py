@@ -1,11 +1,13 @@
 """The accepting end of one connection: puts a peer's bytes into our region, and hands ours out.
 
-Nothing is believed before the hello's secret is right, nor any entry before all of its frame's table is checked.
+Nothing is believed before the hello's proof is right, nor any entry before all of its frame's table is checked.
 """
 
 from __future__ import annotations
 
 import hmac
+import logging
+import secrets
 import socket
 from collections.abc import Iterator, Sequence
 from typing import Protocol
@@ -15,18 +17,24 @@ from pd.transfer.tcp_frames import (
     ENTRY_NBYTES,
     HEADER_NBYTES,
     HELLO_NBYTES,
+    NONCE_NBYTES,
+    PROOF_NBYTES,
     Entry,
     Frame,
     FrameError,
     Hello,
     Kind,
+    Prover,
     pack,
     pack_refusal,
+    prove,
     unpack,
     unpack_entries,
     unpack_hello,
 )
 from pd.transfer.tcp_link import Link, Mux
+
+log = logging.getLogger(__name__)
 
 _LINGER_S = 1.0
 """For a refused peer to read why; what it sends meanwhile is thrown away."""
@@ -35,7 +43,7 @@ _LINGER_S = 1.0
 class House(Protocol):
     """What a served connection needs of its transport."""
 
-    secret: bytes
+    secret: bytes  # tied to the cluster's key
     region: Region
     mux: Mux
 
@@ -87,18 +95,33 @@ class Served:
 
     def _on_hello(self) -> None:
         hello = unpack_hello(bytes(self._hello))
-        if not hmac.compare_digest(hello.secret, self._house.secret):
-            raise FrameError("wrong secret: this is another life of the process, or another process")
         name = bytearray(hello.name_nbytes)
-        self.link.expect([memoryview(name)], lambda: self._on_name(hello, name))
+        self.link.expect([memoryview(name)], lambda: self._challenge(hello, bytes(name)))
 
-    def _on_name(self, hello: Hello, name: bytearray) -> None:
-        self.name = name.decode(errors="replace")
+    def _challenge(self, hello: Hello, name: bytes) -> None:
+        nonce = secrets.token_bytes(NONCE_NBYTES)
+        self.link.queue([pack(Frame(Kind.CHALLENGE, True, 0, 0, NONCE_NBYTES)), nonce])
+        self._house.mux.touch(self)
+        answer = bytearray(HEADER_NBYTES + PROOF_NBYTES)
+        said = bytes(self._hello) + name
+        self.link.expect([memoryview(answer)], lambda: self._on_proof(hello, said, nonce, answer))
+
+    def _on_proof(self, hello: Hello, said: bytes, nonce: bytes, answer: bytearray) -> None:
+        frame = unpack(bytes(answer[:HEADER_NBYTES]))
+        if frame.kind is not Kind.PROOF:
+            raise FrameError(f"a challenge is answered with a PROOF, not with {frame.kind.name}")
+        name = said[HELLO_NBYTES:].decode(errors="replace")
+        expected = prove(Prover.INITIATOR, self._house.secret, said, nonce)
+        if not hmac.compare_digest(bytes(answer[HEADER_NBYTES:]), expected):
+            log.warning("refused a transfer connection of %s: it proves another secret or cluster key", name)
+            raise FrameError("wrong proof: another life of the process, another process, or another cluster key")
+        self.name = name
         refusal = self._house.admit(self, hello.generation)
         if refusal is not None:
             raise FrameError(refusal)
         self.deadline = None
         self._answer(Frame(Kind.WELCOME, True, 0, 0, self._house.region.nbytes))
+        self.link.queue([prove(Prover.ACCEPTOR, self._house.secret, said, nonce)])
         self._expect_header()
 
     def _expect_header(self) -> None:

@@ -270,3 +270,42 @@ async def test_long_prompts_beyond_the_bound_are_told_to_come_back(tmp_path: Pat
         statuses = await asyncio.gather(*(ask() for _ in range(6)))
         assert set(statuses) == {200, 429}
         assert await ask() == 200
+
+
+KEYS = ("the-first-key-of-two", "the-second-key-of-two")
+
+
+@pytest.mark.parametrize(
+    ("authorization", "status"),
+    [
+        (None, 401),
+        ("Bearer", 401),
+        ("Bearer the-first-key-of-tw", 401),
+        ("Basic the-first-key-of-two", 401),
+        ("the-first-key-of-two", 401),
+        ("Bearer the-first-key-of-two", 200),
+        ("bearer the-second-key-of-two", 200),
+    ],
+)
+async def test_with_api_keys_only_their_holders_are_served(
+    tmp_path: Path, authorization: str | None, status: int
+) -> None:
+    door = answering()
+    headers = {} if authorization is None else {"authorization": authorization}
+    async with (
+        serving(door, tiny_text(tmp_path), FrontSettings(api_keys=KEYS)) as url,
+        aiohttp.ClientSession(headers=headers) as session,
+    ):
+        async with session.post(f"{url}/v1/completions", json={"prompt": "x"}) as answer:
+            assert answer.status == status
+            if status == 401:
+                error = (await answer.json())["error"]
+                assert (error["code"], error["type"]) == ("invalid_api_key", "invalid_request_error")
+                assert answer.headers["www-authenticate"] == "Bearer"
+                assert "the-first" not in error["message"]
+        async with session.get(f"{url}/state") as answer:
+            assert answer.status == status
+        for path in ("/health", "/ready", "/metrics"):
+            async with session.get(url + path) as answer:
+                assert answer.status == 200
+    assert len(door.submits) == (status == 200)

@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from pd.cli_config import launch_config, parse_cores, parse_size, show_cores
 from pd.cli_layout import launches, share_cores
 from pd.cli_options import LaunchOptions, ServeOptions, as_arguments, as_command
 from pd.runtime.config import ConfigError, InstanceConfig, RouterConfig
+from pd.runtime.keys import make_cluster_key, read_cluster_key
 from pd.runtime.wire.messages import Role
 
 ALLOWED = sorted(os.sched_getaffinity(0))
@@ -129,6 +131,7 @@ def test_every_option_of_an_instance_reaches_its_configuration() -> None:
             host="10.0.0.1",
             port=1234,
             router="tcp://[::1]:99",
+            insecure=True,
         )
     )
     assert isinstance(config, InstanceConfig)
@@ -161,6 +164,64 @@ def test_a_router_refuses_what_is_for_instances() -> None:
         "--tp 2 is for instances; a router has no use for it",
         "--no-prefix-cache is for instances; a router has no use for it",
     ]
+
+
+def test_an_instance_refuses_what_is_for_routers() -> None:
+    assert faults(LaunchOptions(role="decode", api_key_file="keys")) == [
+        "--api-key-file keys is for the router; an instance has no use for it",
+    ]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        LaunchOptions(role="decode", host="0.0.0.0"),
+        LaunchOptions(role="prefill", host="10.0.0.1"),
+        LaunchOptions(role="router", router="tcp://*:8500"),
+        LaunchOptions(role="router", router="tcp://gateway:8500"),
+    ],
+    ids=lambda options: f"{options.role}-{options.host}",
+)
+def test_without_a_key_only_loopback_is_bound_unless_insecure_is_said(options: LaunchOptions, tmp_path: Path) -> None:
+    (fault,) = faults(options)
+    assert "without a key only this machine's own processes may reach the links" in fault
+    assert launch_config(replace(options, insecure=True)).link.insecure
+    make_cluster_key(tmp_path / "key")
+    key = str(tmp_path / "key")
+    assert launch_config(replace(options, cluster_key=key)).link.cluster_key == key
+
+
+@pytest.mark.parametrize("router", ["tcp://127.0.0.1:8500", "tcp://localhost:8500", "tcp://[::1]:8500"])
+def test_loopback_needs_no_key_wherever_http_listens(router: str) -> None:
+    assert launch_config(LaunchOptions(role="router", router=router, host="0.0.0.0")).link.cluster_key is None
+
+
+def test_a_bad_key_file_is_told_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("hello")
+    (tmp_path / "key").chmod(0o600)
+    for done in (
+        pd("launch", "--role=decode", f"--cluster-key={tmp_path}/key"),
+        pd("serve", "--port=0", f"--cluster-key={tmp_path}/key"),
+    ):
+        assert done.returncode == 2
+        assert done.stderr.startswith(f"error: --cluster-key {tmp_path}/key holds no cluster key\n\nhint: pd key")
+
+
+def test_pd_key_makes_a_key_that_is_taken(tmp_path: Path) -> None:
+    done = pd("key", str(tmp_path / "key"))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert read_cluster_key(str(tmp_path / "key")) is not None
+    assert pd("key", str(tmp_path / "key")).returncode == 2
+
+
+def test_serve_gives_the_cluster_key_to_all_and_the_api_keys_to_the_router_alone(tmp_path: Path) -> None:
+    make_cluster_key(tmp_path / "key")
+    (tmp_path / "api").write_text("a" * 20)
+    (tmp_path / "api").chmod(0o600)
+    router, *others = launches(ServeOptions(cluster_key=str(tmp_path / "key"), api_key_file=str(tmp_path / "api")))
+    assert {one.cluster_key for one in (router, *others)} == {str(tmp_path / "key")}
+    assert router.api_key_file == str(tmp_path / "api")
+    assert {one.api_key_file for one in others} == {None}
 
 
 def test_two_ways_to_size_the_pool_are_one_too_many() -> None:

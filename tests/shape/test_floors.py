@@ -43,7 +43,10 @@ FLOORS: dict[str, tuple[tuple[str, ...], set[str]]] = {
     "pd.runtime": ((), ACTS),
     "pd.runtime.config": (_MESSAGES, ACTS),
     "pd.runtime.wire.messages": (("pd.transfer.layout",), ACTS),
-    "pd.runtime.wire": (("pd.runtime.core.events", "pd.transfer.layout"), {"torch", "numpy", "transformers"}),
+    "pd.runtime.wire": (
+        ("pd.runtime.core.events", "pd.runtime.keys", "pd.transfer.layout"),
+        {"torch", "numpy", "transformers"},
+    ),
     "pd.runtime.core": (
         (
             *("pd.runtime.config", *_MESSAGES, "pd.transfer.plan", "pd.transfer.handoff"),
@@ -53,6 +56,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], set[str]]] = {
     ),
     "pd.runtime.checkpoint": (("pd.runtime.config", "pd.runtime.gguf_checkpoint"), {"torch", "transformers", "zmq"}),
     "pd.runtime.gguf_checkpoint": (("pd.runtime.config",), {"torch", "transformers", "zmq"}),
+    "pd.runtime.keys": (("pd.runtime.config",), {"torch", "transformers", "zmq"}),
     "pd.runtime.observe": (("pd.runtime.config", "pd.runtime.core.events", *_MESSAGES), {"torch", "zmq"}),
     "pd.runtime.engine": (("pd.runtime.config", *_MESSAGES, *_KITCHEN), {"zmq", "asyncio", "uvicorn"}),
     "pd.runtime.front": (
@@ -70,7 +74,10 @@ FLOORS: dict[str, tuple[tuple[str, ...], set[str]]] = {
     "pd.cli": (("pd",), set()),
     "pd.cli_bench": (("pd.cli_options", "pd.bench"), {"torch", "zmq", "transformers"}),
     "pd.cli_options": ((), {"torch", "zmq", "transformers"}),
-    "pd.cli_config": (("pd.cli_options", "pd.runtime.config", *_MESSAGES), {"torch", "zmq", "transformers"}),
+    "pd.cli_config": (
+        ("pd.cli_options", "pd.runtime.config", "pd.runtime.keys", *_MESSAGES),
+        {"torch", "zmq", "transformers"},
+    ),
     "pd.cli_layout": (
         ("pd.cli_config", "pd.cli_options", "pd.runtime", *_MESSAGES),
         {"torch", "zmq", "transformers"},

@@ -19,12 +19,17 @@ from pd.transfer.tcp import TcpTransport
 from pd.transfer.tcp_frames import (
     HEADER_NBYTES,
     MAX_ENTRIES,
+    NONCE_NBYTES,
+    PROOF_NBYTES,
     Entry,
     Frame,
     FrameError,
     Kind,
+    Prover,
+    mixed,
     pack,
     pack_hello,
+    prove,
     unpack,
     unpack_entries,
     unpack_hello,
@@ -57,9 +62,19 @@ class Stranger:
         self.sock = socket.create_connection((self.there.host, self.there.port), timeout=10)
 
     def hello(self, name: str = "stranger", generation: int = 1) -> Frame:
-        """With the right secret; what came back."""
-        self.sock.sendall(pack_hello(self.there.secret, generation, 0, name))
-        return self.frame()
+        """With the right proof; what came back."""
+        self.prove(self.there.secret, name, generation)
+        frame = self.frame()
+        if frame.kind is Kind.WELCOME:
+            self.exactly(PROOF_NBYTES)
+        return frame
+
+    def prove(self, secret: bytes, name: str, generation: int = 1) -> None:
+        hello = pack_hello(os.urandom(NONCE_NBYTES), generation, 0, name)
+        self.sock.sendall(hello)
+        assert self.frame().kind is Kind.CHALLENGE
+        proof = prove(Prover.INITIATOR, mixed(secret, None), hello, self.exactly(NONCE_NBYTES))
+        self.sock.sendall(pack(Frame(Kind.PROOF, True, 0, 0, PROOF_NBYTES)) + proof)
 
     def frame(self) -> Frame:
         return unpack(self.exactly(HEADER_NBYTES))
@@ -102,11 +117,82 @@ Victim = tuple[TcpTransport, memoryview]
 
 def test_a_stranger_with_the_wrong_secret_is_refused(victim: Victim) -> None:
     stranger = Stranger(victim[0].endpoint())
-    stranger.sock.sendall(pack_hello(os.urandom(16), 1, 0, "friend"))
+    stranger.prove(os.urandom(16), "friend")
     write = pack(Frame(Kind.WRITE, True, 1, 1, 100), [Entry(0, 100)]) + b"\x66" * 100
     stranger.sock.sendall(write)
-    assert "wrong secret" in stranger.last_words()
+    assert "wrong proof" in stranger.last_words()
     stranger.sock.close()
+
+
+def test_an_overheard_hello_and_proof_open_nothing(victim: Victim) -> None:
+    """The secret never travels here, and a challenge is never the same."""
+    first = Stranger(victim[0].endpoint())
+    hello = pack_hello(os.urandom(NONCE_NBYTES), 1, 0, "x")
+    first.sock.sendall(hello)
+    assert first.frame().kind is Kind.CHALLENGE
+    proof = prove(Prover.INITIATOR, mixed(first.there.secret, None), hello, first.exactly(NONCE_NBYTES))
+    told = pack(Frame(Kind.PROOF, True, 0, 0, PROOF_NBYTES)) + proof
+    first.sock.sendall(told)
+    assert first.frame().kind is Kind.WELCOME
+    assert first.there.secret not in hello + told
+    again = Stranger(victim[0].endpoint())
+    again.sock.sendall(hello + told)
+    assert again.frame().kind is Kind.CHALLENGE
+    again.exactly(NONCE_NBYTES)
+    assert "wrong proof" in again.last_words()
+    for stranger in (first, again):
+        stranger.sock.close()
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(b"k" * 32, b"q" * 32), (b"k" * 32, None), (None, b"k" * 32)])
+def test_peers_that_disagree_about_the_clusters_key_are_lost_to_each_other_and_told_why(
+    ours: bytes | None, theirs: bytes | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    a, b = TcpTransport(me="a", key=ours, limits=QUICK), TcpTransport(me="b", key=theirs, limits=QUICK)
+    try:
+        a.allocate(NBYTES)[:] = b"\x66" * NBYTES
+        view = b.allocate(NBYTES)
+        a.connect("b", b.endpoint())
+        a.write("b", [Span(0, 0, NBYTES)], job=1)
+        failed, lost = wait_lost(a)
+        assert isinstance(failed, JobFailed) and not failed.may_land
+        assert isinstance(lost, PeerLost) and "another cluster key" in lost.reason
+        assert view == bytes(NBYTES)
+        assert "refused a transfer connection of a" in caplog.text
+    finally:
+        a.close()
+        b.close()
+
+
+def test_peers_with_one_key_write_to_each_other() -> None:
+    a, b = TcpTransport(me="a", key=b"k" * 32), TcpTransport(me="b", key=b"k" * 32)
+    try:
+        a.allocate(NBYTES)[:] = b"\x66" * NBYTES
+        view = b.allocate(NBYTES)
+        a.connect("b", b.endpoint())
+        a.write("b", [Span(0, 0, NBYTES)], job=1)
+        assert done_jobs(wait_jobs(a, 1)) == [1]
+        assert view == b"\x66" * NBYTES
+    finally:
+        a.close()
+        b.close()
+
+
+def test_an_acceptor_that_cannot_prove_itself_gets_nothing(net: Net) -> None:
+    """Who sits at a peer's address without its secret is not written to."""
+    a, _ = net.make("a", NBYTES, QUICK)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        a.connect("b", msgspec.msgpack.encode(TcpEndpoint("b", "127.0.0.1", port, os.urandom(16), NBYTES)))
+        a.write("b", [Span(0, 0, NBYTES)], job=1)
+        impostor, _ = listener.accept()
+        with impostor:
+            impostor.recv(1 << 16)
+            impostor.sendall(pack(Frame(Kind.CHALLENGE, True, 0, 0, NONCE_NBYTES)) + bytes(NONCE_NBYTES))
+            impostor.recv(1 << 16)
+            impostor.sendall(pack(Frame(Kind.WELCOME, True, 0, 0, NBYTES)) + bytes(PROOF_NBYTES))
+            lost = wait_lost(a)[-1]
+            assert isinstance(lost, PeerLost) and "does not prove" in lost.reason
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -192,7 +278,7 @@ def test_a_newer_generation_ends_the_older_before_it_is_welcome(net: Net) -> Non
     new = Stranger(victim.endpoint())
     assert new.hello("x", generation=6).kind is Kind.WELCOME
     late = Stranger(victim.endpoint())
-    late.sock.sendall(pack_hello(late.there.secret, 5, 0, "x"))
+    late.prove(late.there.secret, "x", generation=5)
     assert "generation 5 of x is past, 6 is here" in late.last_words()
     try:
         old.sock.sendall(b"\x66" * 100)

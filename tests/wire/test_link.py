@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 
 import pytest
@@ -87,9 +88,8 @@ def test_frames_that_are_no_message_are_dropped_and_the_next_is_heard(context: z
 
 
 def test_without_a_queue_nothing_old_is_said_to_a_late_hub(context: zmq.Context[zmq.Socket[bytes]]) -> None:
-    hub = Hub(context, "tcp://127.0.0.1:*")
-    address = hub.address
-    hub.close()
+    with socket.create_server(("127.0.0.1", 0)) as probe:  # a Hub would close its port a little later
+        address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
     spoke = Spoke(context, address, me=WORKER, hub=ROUTER, queue=False)
     spoke.send(CANCEL)
     assert spoke.num_dropped == 1

@@ -8,6 +8,7 @@ Rules
 
 from __future__ import annotations
 
+import hmac
 import time
 from collections.abc import Awaitable, Callable
 
@@ -29,6 +30,8 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 Route = Callable[[Exchange], Awaitable[None]]
 
 _PROMETHEUS = b"text/plain; version=0.0.4; charset=utf-8"
+_OPEN_TO_ALL = ("/health", "/ready", "/metrics")
+"""For those who watch over the router, and hold no key of its users."""
 _LEFT = 499  # nginx's status for a client that left; only ever counted
 
 
@@ -43,6 +46,7 @@ def make_app(
     """The app for uvicorn. `registry` takes the front's counters; `metrics_text` is what GET /metrics answers."""
     front = _Front(door, text, settings=settings, metrics_text=metrics_text)
     counters = _Counters(registry)
+    keys = tuple(key.encode() for key in settings.api_keys)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -51,7 +55,7 @@ def make_app(
         route, name = front.find(exchange.path)
         counters.running.inc()
         try:
-            await _answer(exchange, route)
+            await _answer(exchange, route, keys)
         finally:
             counters.running.dec()
             counters.requests.labels(name, str(exchange.status or _LEFT)).inc()
@@ -59,8 +63,10 @@ def make_app(
     return app
 
 
-async def _answer(exchange: Exchange, route: dict[str, Route]) -> None:
+async def _answer(exchange: Exchange, route: dict[str, Route], keys: tuple[bytes, ...]) -> None:
     try:
+        if keys and exchange.path not in _OPEN_TO_ALL:
+            _check_key(exchange, keys)
         await _pick(exchange, route)(exchange)
     except ClientGone:
         return
@@ -68,7 +74,18 @@ async def _answer(exchange: Exchange, route: dict[str, Route]) -> None:
         headers = error.headers()
         if error.status == 405:
             headers += ((b"allow", ", ".join(route).encode()),)
+        if error.status == 401:
+            headers += ((b"www-authenticate", b"Bearer"),)
         await exchange.reply(error.status, error.body(), headers=headers)
+
+
+def _check_key(exchange: Exchange, keys: tuple[bytes, ...]) -> None:
+    """Raises RequestError 401. Every key is compared, in constant time."""
+    scheme, _, shown = exchange.header(b"authorization").partition(b" ")
+    matches = [hmac.compare_digest(shown.strip(), key) for key in keys]
+    if scheme.lower() != b"bearer" or not any(matches):
+        said = "no API key was sent" if not shown else "the API key is not one of this server's"
+        raise RequestError(f"{said}: send it as `Authorization: Bearer KEY`", status=401, code="invalid_api_key")
 
 
 def _pick(exchange: Exchange, route: dict[str, Route]) -> Route:

@@ -12,6 +12,8 @@ class FrontSettings:
     """For a whole body to arrive."""
     request_s: float = 600.0
     """A whole answer; the router's deadline."""
+    api_keys: tuple[str, ...] = ()
+    """A client must show one of them; none: everyone is served."""
     tokenize_at_once: int = 2
     """Long prompts turned into tokens at the same time, beside the loop."""
     tokenize_waiting: int = 256

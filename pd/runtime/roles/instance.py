@@ -35,11 +35,14 @@ from pd.runtime.core.events import (
 )
 from pd.runtime.core.instance import BrainSettings, InstanceBrain
 from pd.runtime.engine.spec import read_spec
+from pd.runtime.keys import read_cluster_key
 from pd.runtime.observe import log_stamp
 from pd.runtime.roles.process import StopSignals, new_epoch, reachable_host, setup_logging
 from pd.runtime.roles.ranks import Ranks, RanksLost, raise_if_failed
 from pd.runtime.wire.link import Hub, LinkError, Spoke
+from pd.runtime.wire.lock import Lock
 from pd.runtime.wire.messages import WIRE_VERSION, AnyMessage, Bye, Hello, Peers, RankFailed, RankReady, Role
+from pd.runtime.wire.watch import Complaints
 
 log = logging.getLogger("pd.instance")
 
@@ -47,22 +50,24 @@ _TICK_MS = 50
 _TRANSFER = {"auto": "auto, which is shm to peers on this host and tcp to others"}
 _MAX_EVENTS_A_TURN = 512
 """Messages read before deadlines are looked at again."""
+_LOOK_S = 1.0
+"""Between two looks at connections that failed."""
 
 
 class Leader:
     """Sockets around a brain. `run` ends with the process's exit status."""
 
-    def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], config: InstanceConfig, *, ranks: Ranks, hub: Hub, hello: Hello
-    ) -> None:
-        self._context = context
+    def __init__(self, lock: Lock, config: InstanceConfig, *, ranks: Ranks, hub: Hub, hello: Hello) -> None:
+        self._lock = lock
         self._config = config
         self._ranks = ranks
         self._hub = hub
         self._me = Peer(hello.worker, hello.epoch)
         self._brain = InstanceBrain(_settings(config, hello), hello)
-        self._router = Spoke(context, config.link.router, me=self._me, hub=Peer(ROUTER, ""), queue=False)
+        self._router = self._spoke(config.link.router, Peer(ROUTER, ""), queue=False)
         self._peers: dict[Peer, Spoke] = {}
+        self._complaints = Complaints(log)
+        self._look_at = 0.0
         self._exit: Exit | None = None
 
     def run(self, stop: StopSignals) -> int:
@@ -77,6 +82,7 @@ class Leader:
                 self._give(event)
             self._ranks.check()
             now = time.monotonic()
+            self._look(now)
             if stop.num_seen and stopping is None:
                 stopping = now
                 self._give(Drain("told to stop"))
@@ -104,6 +110,15 @@ class Leader:
                     break
                 yield received
         yield Tick()
+
+    def _look(self, now: float) -> None:
+        """Tell of connections that did not come about."""
+        if now < self._look_at:
+            return
+        self._look_at = now + _LOOK_S
+        links: tuple[Hub | Spoke, ...] = (self._router, self._hub, *self._peers.values())
+        for link in links:
+            self._complaints.say(link.refused(), now)
 
     def _give(self, event: Event) -> None:
         if isinstance(event, Received):
@@ -155,7 +170,10 @@ class Leader:
         for gone in self._peers.keys() - living.keys():
             self._peers.pop(gone).close()
         for peer in living.keys() - self._peers.keys():
-            self._peers[peer] = Spoke(self._context, living[peer], me=self._me, hub=peer, queue=True)
+            self._peers[peer] = self._spoke(living[peer], peer, queue=True)
+
+    def _spoke(self, address: str, hub: Peer, *, queue: bool) -> Spoke:
+        return Spoke(self._lock.context, address, me=self._me, hub=hub, queue=queue, lock=self._lock)
 
 
 def run(config: InstanceConfig) -> int:
@@ -168,17 +186,18 @@ def run(config: InstanceConfig) -> int:
     _check_tp(config, checkpoint)
     config = replace(config, model=replace(config.model, served_name=_served_name(config)))
     epoch = new_epoch()
-    with zmq.Context[zmq.Socket[bytes]]() as context:
-        hub = _bind(context, config)
+    key = read_cluster_key(config.link.cluster_key)
+    with zmq.Context[zmq.Socket[bytes]]() as context, Lock(context, key) as lock:
+        hub = _bind(lock, config)
         log.info("starting %s, tp=%d, model %s", config.role.value, config.device.tp, checkpoint)
         try:
-            return _lead(context, config, epoch=epoch, checkpoint=checkpoint, hub=hub, stop=stop)
+            return _lead(lock, config, epoch=epoch, checkpoint=checkpoint, hub=hub, stop=stop)
         finally:
             hub.close()
 
 
 def _lead(
-    context: zmq.Context[zmq.Socket[bytes]],
+    lock: Lock,
     config: InstanceConfig,
     *,
     epoch: str,
@@ -190,11 +209,11 @@ def _lead(
     leader: Leader | None = None
     reason = "told to stop"
     try:
-        with Ranks(context, config, epoch=epoch, checkpoint=checkpoint) as ranks:
+        with Ranks(lock.context, config, epoch=epoch, checkpoint=checkpoint) as ranks:
             ready = ranks.wait_ready(stop)
             if ready is None:
                 return 0
-            leader = Leader(context, config, ranks=ranks, hub=hub, hello=_hello(config, ready, epoch=epoch, hub=hub))
+            leader = Leader(lock, config, ranks=ranks, hub=hub, hello=_hello(config, ready, epoch=epoch, hub=hub))
             _say_ready(config, ready, checkpoint)
             return leader.run(stop)
     except RanksLost as error:
@@ -220,10 +239,10 @@ def _served_name(config: InstanceConfig) -> str:
     return config.model.served_name or served_name(config.model.model)
 
 
-def _bind(context: zmq.Context[zmq.Socket[bytes]], config: InstanceConfig) -> Hub:
+def _bind(lock: Lock, config: InstanceConfig) -> Hub:
     port = config.link.port or "*"
     try:
-        return Hub(context, f"tcp://{config.link.host}:{port}")
+        return Hub(lock.context, f"tcp://{config.link.host}:{port}", lock=lock)
     except LinkError as error:
         raise ConfigError(str(error), hint="choose another --port, or leave it out to take a free one") from error
 

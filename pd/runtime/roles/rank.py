@@ -24,6 +24,7 @@ import zmq
 from pd.runtime.config import ConfigError, RankConfig
 from pd.runtime.core.events import Peer
 from pd.runtime.engine.build import Engine, build
+from pd.runtime.keys import derived, read_cluster_key
 from pd.runtime.roles.mover import Mover, rank_name
 from pd.runtime.roles.process import die_with, reachable_host, setup_logging
 from pd.runtime.wire.link import Spoke
@@ -150,12 +151,14 @@ def compute(engine: Engine, plans: queue.SimpleQueue[StepPlan | None], outbox: O
 def serve(config: RankConfig, link: Spoke, outbox: Outbox) -> None:
     """Build the engine, announce it, and run until told to quit. Raises ConfigError and TransferError before that."""
     instance = config.instance
+    key = read_cluster_key(instance.link.cluster_key)
     transport = make_transport(
         instance.link.transfer,
         me=rank_name(instance.name, config.epoch, config.rank),
         host=reachable_host(instance.link.host, instance.link.router),
         devices=instance.link.transfer_devices,
         params=dict(instance.link.transfer_params),
+        key=None if key is None else derived(key, "pd-transfer"),
     )
     io = RankIO(link, transport, outbox=outbox, rank=config.rank)
     thread = threading.Thread(target=io.run, name="io", daemon=True)

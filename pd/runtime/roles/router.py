@@ -17,7 +17,7 @@ import zmq
 from prometheus_client import CollectorRegistry, generate_latest
 
 from pd.runtime.checkpoint import resolve
-from pd.runtime.config import ConfigError, RouterConfig
+from pd.runtime.config import ConfigError, RouterConfig, is_loopback
 from pd.runtime.core.events import (
     Abandon,
     Drain,
@@ -39,10 +39,13 @@ from pd.runtime.core.router import RouterBrain
 from pd.runtime.front.http import make_app
 from pd.runtime.front.settings import FrontSettings
 from pd.runtime.front.text import Text, load_text
+from pd.runtime.keys import read_api_keys, read_cluster_key
 from pd.runtime.observe import RouterMetrics, log_stamp
 from pd.runtime.roles.process import StopSignals, new_epoch, setup_logging
 from pd.runtime.wire.link import Hub, LinkError
+from pd.runtime.wire.lock import Lock
 from pd.runtime.wire.messages import Beat, Hello, ModelCard, Role
+from pd.runtime.wire.watch import Complaints
 
 log = logging.getLogger("pd.router")
 
@@ -116,7 +119,10 @@ class Router:
         return self._brain.card()
 
     def state(self) -> dict[str, object]:
-        return self._brain.state() | {"num_dropped_messages": self._hub.num_dropped}
+        return self._brain.state() | {
+            "num_dropped_messages": self._hub.num_dropped,
+            "num_refused_connections": self._hub.num_refused,
+        }
 
     # ---- the loop's end -------------------------------------------------------------------------------------
 
@@ -124,10 +130,12 @@ class Router:
         """Tick, and read the link whenever it may have something; until cancelled."""
         loop = asyncio.get_running_loop()
         descriptor = self._hub.socket.fileno()
+        complaints = Complaints(log)
         loop.add_reader(descriptor, self._read)
         try:
             while True:
                 self._give(Tick())
+                complaints.say(self._hub.refused(), time.monotonic())
                 await asyncio.sleep(_TICK_S)
         finally:
             loop.remove_reader(descriptor)
@@ -210,11 +218,12 @@ def run(config: RouterConfig) -> int:
     setup_logging("router")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     stop = StopSignals()
+    key = read_cluster_key(config.link.cluster_key)
     text = load_text(resolve(config.model.model))
     listener = _listen(config.link.host, 8000 if config.link.port is None else config.link.port)
-    with zmq.Context[zmq.Socket[bytes]]() as context:
+    with zmq.Context[zmq.Socket[bytes]]() as context, Lock(context, key) as lock:
         try:
-            hub = Hub(context, config.link.router)
+            hub = Hub(context, config.link.router, lock=lock)
         except LinkError as error:
             listener.close()
             raise ConfigError(str(error), hint="another router runs there: choose another --router address") from error
@@ -226,20 +235,22 @@ def run(config: RouterConfig) -> int:
             listener.close()
 
 
-async def _serve(
-    config: RouterConfig, hub: Hub, listener: socket.socket, *, text: Text, stop: StopSignals
-) -> int:
+async def _serve(config: RouterConfig, hub: Hub, listener: socket.socket, *, text: Text, stop: StopSignals) -> int:
     registry = CollectorRegistry()
     router = Router(config, hub=hub, metrics=RouterMetrics(registry))
-    settings = FrontSettings(max_body_bytes=config.max_body_bytes, request_s=config.request_s)
-    app = make_app(
-        router, text, settings=settings, metrics_text=lambda: generate_latest(registry), registry=registry
+    settings = FrontSettings(
+        max_body_bytes=config.max_body_bytes,
+        request_s=config.request_s,
+        api_keys=read_api_keys(config.api_key_file),
     )
+    app = make_app(router, text, settings=settings, metrics_text=lambda: generate_latest(registry), registry=registry)
     server = _Server(
         uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_keep_alive=_KEEP_ALIVE_S)
     )
     tasks = [asyncio.create_task(router.run()), asyncio.create_task(server.serve([listener]))]
     host, port = listener.getsockname()[:2]
+    if not (settings.api_keys or is_loopback(host)):
+        log.warning("whoever reaches %s:%d is served; --api-key-file FILE asks clients for a key", host, port)
     log.info("ready: http://%s:%d; instances meet at %s", host, port, config.link.router)
     await _until_told(router, tasks, stop)
     server.should_exit = server.force_exit = True

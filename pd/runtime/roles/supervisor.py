@@ -53,6 +53,7 @@ class ServeConfig:
     model: str
     """As clients say it."""
     restart: bool
+    api_key_file: str | None = None
 
 
 def run(config: ServeConfig) -> int:
@@ -222,7 +223,8 @@ class Supervisor:
         yield f"ready: {config.model} at {address} after {time.monotonic() - self._began:.1f} s"
         yield table
         question = '{"role": "user", "content": "What is the capital of France?"}'
-        yield f"try    curl {address}/v1/chat/completions -H 'Content-Type: application/json' \\"
+        key = f'-H "Authorization: Bearer $(head -1 {config.api_key_file})" ' if config.api_key_file else ""
+        yield f"try    curl {address}/v1/chat/completions {key}-H 'Content-Type: application/json' \\"
         yield f'         -d \'{{"model": "{config.model}", "messages": [{question}], "temperature": 0}}\''
         yield f"stop   Ctrl-C, or kill {os.getpid()}"
 

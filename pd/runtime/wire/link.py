@@ -5,19 +5,27 @@ Rules
    brains speak of what is lost, never the link.
 2. A sender's routing id is its Peer (name and epoch), so a restarted process is another sender.
 3. A frame that is no message is dropped and counted. It never raises out of `receive`.
+4. With a Lock the other end has proven that it holds the cluster's key; `refused` tells of those that could not.
 """
 
 from __future__ import annotations
+
+import contextlib
 
 import zmq
 
 from pd.runtime.core.events import Peer, Received
 from pd.runtime.wire.codec import MAX_MESSAGE_BYTES, WireError, decode, encode
+from pd.runtime.wire.lock import Lock
 from pd.runtime.wire.messages import AnyMessage
+from pd.runtime.wire.watch import Watch
 
 _SEPARATOR = b"\x1f"
 _MAX_QUEUED = 10_000
 """Messages a peer may lie behind before new ones to it are dropped: at 100 steps a second, over a minute and a half."""
+
+_LINGER_MS = 200
+"""For a last Bye or RankFailed to leave."""
 
 
 class LinkError(Exception):
@@ -27,15 +35,19 @@ class LinkError(Exception):
 class Hub:
     """Bound end: hears every Spoke connected to it, and answers those it has heard."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
-        """Bind `address`; port `*` or 0 takes a free one. Raises LinkError."""
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, *, lock: Lock | None = None) -> None:
+        """Bind `address`; port `*` or 0 takes a free one. No lock: everyone may come. Raises LinkError."""
         self.socket = context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a reconnect takes over from its own half-dead connection
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # so that a send to nobody is counted, not lost unseen
         _set_limits(self.socket)
+        if lock is not None:
+            lock.bind(self.socket)
+        self._watch = Watch(self.socket, is_bound=True, has_key=lock is not None and not lock.is_open)
         try:
             self.socket.bind(address)
         except zmq.ZMQError as error:
+            self._watch.close()
             self.socket.close(0)
             raise LinkError(f"cannot bind {address}: {error}") from error
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
@@ -65,15 +77,33 @@ class Hub:
     def has_message(self) -> bool:
         return bool(self.socket.poll(0))
 
+    def refused(self) -> str | None:
+        """Why someone who tried since the last call could not come in, in a sentence; None: nobody failed."""
+        why = self._watch.look()
+        return None if why is None else f"refused a connection at {self.address}: {why}"
+
+    @property
+    def num_refused(self) -> int:
+        """Connections that failed in the handshake, as `refused` has seen them."""
+        return self._watch.num_failed
+
     def close(self) -> None:
-        self.socket.close(linger=200)
+        self._watch.close()
+        self.socket.close()
 
 
 class Spoke:
     """Connected end: speaks to one Hub, and hears it. Reconnects by itself for as long as it is open."""
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], address: str, *, me: Peer, hub: Peer, queue: bool
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        address: str,
+        *,
+        me: Peer,
+        hub: Peer,
+        queue: bool,
+        lock: Lock | None = None,
     ) -> None:
         """`hub` is who we believe to be there. `queue`: keep messages while not connected, else drop them."""
         self.socket = context.socket(zmq.DEALER)
@@ -82,7 +112,11 @@ class Spoke:
         self.socket.setsockopt(zmq.RECONNECT_IVL, 100)
         self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         _set_limits(self.socket)
+        if lock is not None:
+            lock.connect(self.socket)
+        self._watch = Watch(self.socket, is_bound=False, has_key=lock is not None and not lock.is_open)
         self.socket.connect(address)
+        self.address = address
         self.hub = hub
         self.num_dropped = 0
 
@@ -103,11 +137,26 @@ class Spoke:
             except WireError:
                 self.num_dropped += 1
 
+    def refused(self) -> str | None:
+        """Why the connection failed when it was last tried, in a sentence; None: it did not fail since last asked.
+
+        It is tried anew: ZMQ itself gives an address up for good when the other end's greeting does not suit.
+        """
+        why = self._watch.look()
+        if why is None:
+            return None
+        with contextlib.suppress(zmq.ZMQError):  # given up already
+            self.socket.disconnect(self.address)
+        self.socket.connect(self.address)
+        return f"no connection to {self.hub.name} at {self.address}: {why}"
+
     def close(self) -> None:
-        self.socket.close(linger=200)  # ms: time for a last Bye or RankFailed to leave
+        self._watch.close()
+        self.socket.close()
 
 
 def _set_limits(socket: zmq.Socket[bytes]) -> None:
+    socket.setsockopt(zmq.LINGER, _LINGER_MS)  # from the start: it holds for a `disconnect` too
     socket.setsockopt(zmq.SNDHWM, _MAX_QUEUED)
     socket.setsockopt(zmq.RCVHWM, _MAX_QUEUED)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
