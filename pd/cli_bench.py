@@ -12,7 +12,7 @@ from functools import partial
 
 import typer
 
-from pd.bench.options import CompareOptions, LatencyOptions, LoadOptions
+from pd.bench.options import CompareOptions, LatencyOptions, LoadOptions, ReportOptions
 from pd.bench.transfer_options import TransferOptions
 from pd.cli_options import GroupedHelp, as_command
 
@@ -35,6 +35,13 @@ def _compare(options: CompareOptions) -> Callable[[], int]:
     return partial(compare, options)
 
 
+def _report(options: ReportOptions) -> Callable[[], int]:
+    """Make one HTML page of results, with plots, that opens without a network."""
+    from pd.bench.report.command import report
+
+    return partial(report, options)
+
+
 def _latency(options: LatencyOptions) -> Callable[[], int]:
     """Time one engine's prefill and decode steps over batch and context, beside what the machine allows."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is loaded, as for the ranks of pd launch
@@ -52,5 +59,6 @@ def _transfer(options: TransferOptions) -> Callable[[], int]:
 
 bench.command("serve", cls=GroupedHelp)(as_command(_serve, LoadOptions))
 bench.command("compare", cls=GroupedHelp)(as_command(_compare, CompareOptions))
+bench.command("report", cls=GroupedHelp)(as_command(_report, ReportOptions))
 bench.command("latency", cls=GroupedHelp)(as_command(_latency, LatencyOptions))
 bench.command("transfer", cls=GroupedHelp)(as_command(_transfer, TransferOptions))

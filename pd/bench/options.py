@@ -180,3 +180,14 @@ class CompareOptions(TrafficOptions):
     target: Annotated[
         float, typer.Option(metavar="SHARE", help="Of requests that must meet the goals.", rich_help_panel=_GOALS)
     ] = 0.9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportOptions:
+    """Of `pd bench report`."""
+
+    results: Annotated[list[str], typer.Argument(metavar="FILE…", help="What serve and compare wrote with --output.")]
+    html: Annotated[str, typer.Option(metavar="FILE", help="The page to write.", rich_help_panel=_GOALS)] = (
+        "report.html"
+    )
+    title: Annotated[str | None, typer.Option(help="Of the page.", rich_help_panel=_GOALS)] = None

@@ -6,13 +6,12 @@ import asyncio
 from dataclasses import asdict
 
 import uvloop
-from rich.console import Console
 
 from pd.bench.environment import environment, in_words
 from pd.bench.lines import FORMAT, Lines, written
 from pd.bench.load.plan import Wanted, check
 from pd.bench.load.session import Ran, connect, teller
-from pd.bench.load.tables import figures, notes
+from pd.bench.load.tables import console, figures, notes
 from pd.bench.options import LoadOptions
 from pd.runtime.config import ConfigError
 
@@ -51,7 +50,7 @@ async def _run(options: LoadOptions, wanted: Wanted, lines: Lines) -> int:
     else:
         traffic = wanted.open_loop(options.rate, seed=options.seed)
     session = await connect(options.url, options.model)
-    console, errors = Console(highlight=False), Console(stderr=True, highlight=False)
+    out, errors = console(), console(stderr=True)
     found = environment()
     try:
         lines.put(
@@ -66,10 +65,10 @@ async def _run(options: LoadOptions, wanted: Wanted, lines: Lines) -> int:
             end()
     finally:
         session.close()
-    console.print(f"{session.model} at {session.server.url}; {in_words(found)}", soft_wrap=True)
-    console.print(figures(ran.summary))
+    out.print(f"{session.model} at {session.server.url}; {in_words(found)}", soft_wrap=True)
+    out.print(figures(ran.summary))
     for note in notes(ran.summary):
-        console.print(note, soft_wrap=True)
+        out.print(note, soft_wrap=True)
     return _status(ran)
 
 

@@ -16,7 +16,6 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 import uvloop
-from rich.console import Console
 
 from pd.bench import specs
 from pd.bench.compare.shape import Shape, foreign, ours, running
@@ -25,6 +24,7 @@ from pd.bench.environment import environment, in_words
 from pd.bench.lines import FORMAT, Lines, written
 from pd.bench.load.plan import Wanted, check
 from pd.bench.load.session import Ran, Session, connect, teller
+from pd.bench.load.tables import console
 from pd.bench.options import CompareOptions
 from pd.runtime.checkpoint import resolve
 from pd.runtime.config import ConfigError
@@ -95,8 +95,8 @@ class _Comparison:
         self._options = options
         self._wanted = wanted
         self._lines = lines
-        self._out = Console(highlight=False)
-        self._errors = Console(stderr=True, highlight=False)
+        self._out = console()
+        self._errors = console(stderr=True)
         self._found = environment()
 
     async def run(self, model: str, rates: Sequence[float], shapes: Sequence[Shape]) -> int:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
 from pd.bench.load.metrics import Spread, Summary
 
 _LATE_S = 0.005
+_WIDTH = 120
+
+
+def console(*, stderr: bool = False) -> Console:
+    """As wide as the terminal; where there is none, wide enough for every table here."""
+    found = Console(stderr=stderr, highlight=False)
+    return found if found.is_terminal else Console(stderr=stderr, highlight=False, width=_WIDTH)
 
 
 def figures(summary: Summary) -> RenderableType:

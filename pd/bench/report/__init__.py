@@ -1,0 +1,1 @@
+"""Results of pd bench as a page that opens anywhere."""
