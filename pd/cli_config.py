@@ -28,6 +28,7 @@ from pd.runtime.wire.messages import Role
 _WORDS = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "device": ("auto", "cpu", "cuda"),
+    "kernels": ("auto", "triton", "torch"),
     "transfer": ("auto", "shm", "tcp", "nixl", "mooncake"),
 }
 _SHARED_COUNTS = ("page_size", "max_running", "max_prefill_tokens", "max_model_len")
@@ -37,6 +38,7 @@ _OF_INSTANCES = (
         "name",
         "tp",
         "device",
+        "kernels",
         "dtype",
         "threads",
         "cores",
@@ -82,6 +84,7 @@ def launch_config(options: LaunchOptions) -> InstanceConfig | RouterConfig:
         step=StepConfig(max_running=options.max_running, max_prefill_tokens=options.max_prefill_tokens),
         device=DeviceConfig(
             device=options.device,
+            kernels=options.kernels,
             tp=options.tp,
             threads=options.threads,
             cores=None if options.cores is None else parse_cores(options.cores),

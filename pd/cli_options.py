@@ -44,6 +44,12 @@ class SharedOptions:
     device: Annotated[
         str, typer.Option(metavar="auto|cpu|cuda", help="cuda is ROCm's name too.", rich_help_panel=_DEVICE)
     ] = "auto"
+    kernels: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|triton|torch", help="auto: Triton's on a GPU, else PyTorch's.", rich_help_panel=_DEVICE
+        ),
+    ] = "auto"
     threads: Annotated[
         int | None,
         typer.Option(metavar="N", help="CPU threads a rank. [default: cores over ranks]", rich_help_panel=_DEVICE),

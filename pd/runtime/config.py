@@ -59,6 +59,8 @@ class StepConfig:
 class DeviceConfig:
     device: str = "auto"
     """auto: cuda (also ROCm's) where there is one, else cpu."""
+    kernels: str = "auto"
+    """auto: Triton's on a GPU where they can run, else PyTorch's and C++'s. triton or torch: that or a clear error."""
     tp: int = 1
     """Ranks. Any number up to the query heads, dividing or not."""
     threads: int | None = None

@@ -95,7 +95,8 @@ def draw(logits: torch.Tensor, rows: list[Row], slots: list[int] | None = None) 
     sampler = Sampler(vocab_size=logits.shape[1], max_slots=64, device=CPU)
     for slot, row in zip(slots, rows, strict=True):
         sampler.admit(SlotInit(slot, row.tokens, row.num_prompt, row.sampling, ()))
-    ids, tokens = sampler.sample(logits, slots, [len(row.tokens) for row in rows])
+    ids, readout = sampler.sample(logits, slots, [len(row.tokens) for row in rows])
+    tokens = readout.tokens()
     assert ids.dtype == torch.int64
     assert [token.id for token in tokens] == ids.tolist()
     return ids.tolist()
@@ -372,7 +373,7 @@ def test_logprobs_are_of_the_raw_distribution() -> None:
     odd = Sampling(9, temperature=0.5, top_k=3, presence_penalty=2.0, logit_bias=((5, 50.0),), logprobs=4)
     for slot, sampling in enumerate((odd, Sampling(9), Sampling(9, temperature=0, logprobs=0))):
         sampler.admit(SlotInit(slot, (1, 2), 1, sampling, ()))
-    _, tokens = sampler.sample(logits, [0, 1, 2], [2, 2, 2])
+    tokens = sampler.sample(logits, [0, 1, 2], [2, 2, 2])[1].tokens()
     raw = logits.log_softmax(-1)
     assert tokens[0].id == 5
     assert tokens[0].logprob == pytest.approx(float(raw[0, 5]), abs=1e-6)

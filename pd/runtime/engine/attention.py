@@ -11,6 +11,7 @@ Rules
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -35,8 +36,17 @@ def has_native(like: Tensor) -> bool:
     return is_ours and cpu_build.load().module is not None
 
 
+class Attend(Protocol):
+    """One rank's attention over its pool."""
+
+    def __call__(
+        self, q_THE: Tensor, pools: tuple[Tensor, Tensor], inputs: StepInputs, *, window: int | None
+    ) -> Tensor:
+        """out_THE. pools: one layer's k_PKSE and v_PKSE. window: tokens seen, the own one included; None: all."""
+
+
 class Attention:
-    """One rank's attention over its pool; owns the scratch."""
+    """In PyTorch, or C++; owns the scratch."""
 
     def __init__(
         self,

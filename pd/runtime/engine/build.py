@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from pd.runtime.config import ConfigError, InstanceConfig, RankConfig
-from pd.runtime.engine import cpu_build, cpu_ops
-from pd.runtime.engine.attention import Attention, has_native
+from pd.runtime.engine import cpu_build
 from pd.runtime.engine.inputs import Slots
 from pd.runtime.engine.kv_pool import KVPool, count_pages, make_pool
 from pd.runtime.engine.mesh import Mesh, make_mesh
 from pd.runtime.engine.models.llama import Llama
-from pd.runtime.engine.runner import Runner
+from pd.runtime.engine.operators import Shapes, choose
+from pd.runtime.engine.runner import Launched, Runner
 from pd.runtime.engine.sampler import Sampler
 from pd.runtime.engine.shards import parts, share_of
 from pd.runtime.engine.spec import ModelSpec, read_spec
@@ -55,13 +55,16 @@ class Engine:
         self._runner: Runner | None = runner
         self._mesh = mesh
 
-    def step(self, plan: StepPlan) -> tuple[Token, ...]:
-        """Run a plan: retire, admit, chunks. Called in the order of plans.
-
-        Returns the sampled tokens in the order of the sampling chunks on rank 0, () elsewhere.
+    def launch(self, plan: StepPlan) -> Launched:
+        """Run a plan: retire, admit, chunks. Called in the order of plans; each may be launched before the one
+        before it is finished.
         """
         assert self._runner is not None, "step after close"
-        return self._runner.step(plan)
+        return self._runner.launch(plan)
+
+    def step(self, plan: StepPlan) -> tuple[Token, ...]:
+        """Launch and finish."""
+        return self.launch(plan).finish()
 
     def close(self) -> None:
         """Leave the mesh and let go of the pool's memory, so that the transport can free it. Idempotent."""
@@ -194,14 +197,13 @@ def _load(
         model = Llama(spec, share, mesh, reader=reader, max_model_len=limit)
     pool = _pool(instance, checked, mesh, transport=transport)
     max_model_len = min(limit, pool.shard.num_pages * instance.kv.page_size)
-    like = checked.like
     max_context = -(-max_model_len // instance.kv.page_size) * instance.kv.page_size
-    attention = Attention(spec, share, max_context=max_context, like=like, use_native=has_native(like))
+    ops = choose(instance.device.kernels, Shapes(spec, share, max_context, checked.like))
     num_slots = instance.step.max_running
     slots = Slots(num_slots=num_slots, max_model_len=max_model_len, page_size=instance.kv.page_size, device=device)
-    sampler = Sampler(vocab_size=spec.vocab_size, max_slots=num_slots, device=device)
-    runner = Runner(model, pool, mesh, attention=attention, slots=slots, sampler=sampler)
-    operators = f"{_computes(device)}, attention {attention.note}"
+    sampler = Sampler(vocab_size=spec.vocab_size, max_slots=num_slots, device=device, draws=ops.draws)
+    runner = Runner(model, pool, mesh, ops=ops, slots=slots, sampler=sampler)
+    operators = f"{ops.note}, {_multiplies(device)}"
     where = _count(torch.get_num_threads()) if device.type == "cpu" else str(device)
     weights = f"{reader.nbytes / 2**20:.0f} MiB"
     start_up = f"{checked.layout.dtype}, {where}, {operators}, sums {mesh.note}, weights {weights}"
@@ -210,9 +212,10 @@ def _load(
     return Engine(card, checked.layout, pool.shard, notes=notes, runner=runner, mesh=mesh)
 
 
-def _computes(device: torch.device) -> str:
+def _multiplies(device: torch.device) -> str:
+    """Whose matrix products the linear layers are."""
     if device.type == "cpu":
-        return f"{cpu_ops.describe()}{', oneDNN bf16' if cpu_build.has_bf16_gemm() else ''}"
+        return "oneDNN bf16" if cpu_build.has_bf16_gemm() else "no oneDNN bf16"
     return f"PyTorch {torch.__version__} on {torch.cuda.get_device_name(device)}"
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
-# N rows under a penalty, V vocabulary
+from pd.runtime.engine.staging import upload
+
+# R rows of the pool, N rows under a penalty, V vocabulary
 
 FIRST_ROWS = 4
 """Few requests ask for penalties; the pool doubles when they do."""
@@ -31,10 +34,11 @@ class History:
         if not self._free:
             self._grow()
         row = self._free.pop()
-        prompt = torch.tensor(tokens[:num_prompt], dtype=torch.int64, device=self._device)
-        answer = torch.tensor(tokens[num_prompt:], dtype=torch.int64, device=self._device)
+        ids = np.array(tokens, dtype=np.int64)
+        prompt, answer = upload([ids[:num_prompt], ids[num_prompt:]], self._device)
         self._prompt[row].zero_().index_fill_(0, prompt, True)
-        self._answer[row] = torch.bincount(answer, minlength=self._vocab_size)
+        # bincount would ask the device for the largest id
+        self._answer[row].zero_().index_add_(0, answer, torch.ones_like(answer, dtype=torch.int32))
         return row
 
     def give_back(self, row: int) -> None:
@@ -44,10 +48,9 @@ class History:
         """Count one more answer token a row. No host sync."""
         self._answer.index_put_((rows_N, ids_N), self._answer.new_ones(()), accumulate=True)
 
-    def counts(self, rows_N: Tensor) -> tuple[Tensor, Tensor]:
-        """count_NV: of the answer, int32. seen_NV: whether in prompt or answer, bool. Copies."""
-        count_NV = self._answer[rows_N]
-        return count_NV, self._prompt[rows_N].logical_or_(count_NV > 0)
+    def counts(self) -> tuple[Tensor, Tensor]:
+        """answer_RV, int32: how often in the answer; prompt_RV, bool: whether in the prompt. Not copies."""
+        return self._answer, self._prompt
 
     def _grow(self) -> None:
         num_rows = self._answer.shape[0]

@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pd.runtime.engine.staging import upload
 from pd.runtime.wire.messages import Chunk, SlotInit
 
 # T tokens of the step, B chunks of one token, N sampled chunks, L pages of the longest table
@@ -35,12 +36,22 @@ class Extend:
 
 
 @dataclass(frozen=True, slots=True)
+class Ragged:
+    """All chunks of several tokens, as one launch takes them: rows count from the first of them. int32."""
+
+    first_row_B1: Tensor
+    lengths_B: Tensor  # context, the chunk included
+    table_BL: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Sampled:
     """Chunks that sample, in the plan's order."""
 
     slots: list[int]
     positions: list[int]  # of the token to sample
     rows_N: Tensor  # each chunk's last row
+    places_N: tuple[Tensor, Tensor]  # slots and positions again, on the device
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +66,7 @@ class StepInputs:
     table_BL: Tensor  # int32
     lengths_B: Tensor  # int32: context, the row's own token included
     extends: tuple[Extend, ...]
+    ragged: Ragged | None  # the same chunks; None where there are none
     sampled: Sampled
 
 
@@ -72,8 +84,8 @@ class Slots:
         self._num_pages = np.zeros(num_slots, dtype=np.int64)
 
     def admit(self, init: SlotInit) -> None:
-        tokens = torch.tensor(init.tokens, dtype=torch.int32)
-        self._history[init.slot, : len(init.tokens)] = tokens.to(self._device)
+        (tokens,) = upload([np.array(init.tokens, dtype=np.int32)], self._device)
+        self._history[init.slot, : len(init.tokens)] = tokens
         self._num_pages[init.slot] = 0
         self._add_pages(init.slot, init.pages)
 
@@ -89,41 +101,54 @@ class Slots:
         last_row = np.cumsum(length) - 1
         slots_T = np.repeat(slot, length)
         positions_T = np.arange(last_row[-1] + 1) + np.repeat(stop - 1 - last_row, length)
-        pages_T = self._tables[slots_T, positions_T // self._page_size].astype(np.int64)
-        num_single = int((length == 1).sum())
-        positions = self._to_device(positions_T)
+        single = int((length == 1).sum())
+        sampling = [i for i, chunk in enumerate(chunks) if chunk.sample]
+        rows = np.empty(len(chunks), dtype=np.int64)
+        rows[order] = last_row
+        own = {
+            "slots_T": slots_T,
+            "positions_T": positions_T,
+            "pages_T": self._tables[slots_T, positions_T // self._page_size].astype(np.int64),
+            "offsets_T": positions_T % self._page_size,
+            "table_BL": self._table(slot[:single], stop[:single]),
+            "lengths_B": stop[:single].astype(np.int32),
+            "rows_N": rows[sampling],
+            "slots_N": np.array([chunks[i].slot for i in sampling], dtype=np.int64),
+            "positions_N": np.array([chunks[i].stop for i in sampling], dtype=np.int64),
+            "first_row_B1": np.concatenate([[0], np.cumsum(length[single:])]).astype(np.int32),
+            "ragged_lengths_B": stop[single:].astype(np.int32),
+            "ragged_table_BL": self._table(slot[single:], stop[single:]),
+        }
+        pages = [self._pages_of(chunk) for chunk in inner[single:]]
+        sent = upload([*own.values(), *pages], self._device)
+        at = dict(zip(own, sent, strict=False))
+        extends = tuple(
+            Extend(int(last + 1 - num), chunk.start, chunk.stop, pages)
+            for last, num, chunk, pages in zip(
+                last_row[single:], length[single:], inner[single:], sent[len(own) :], strict=True
+            )
+        )
         return StepInputs(
-            tokens_T=self._history[self._to_device(slots_T), positions].to(torch.int64),
-            positions_T=positions,
-            pages_T=self._to_device(pages_T),
-            offsets_T=self._to_device(positions_T % self._page_size),
-            num_single=num_single,
-            table_BL=self._to_device(self._table(slot[:num_single], stop[:num_single])),
-            lengths_B=self._to_device(stop[:num_single].astype(np.int32)),
-            extends=tuple(
-                Extend(int(last_row[i] + 1 - length[i]), c.start, c.stop, self._pages_of(c))
-                for i, c in enumerate(inner)
-                if i >= num_single
+            tokens_T=self._history[at["slots_T"], at["positions_T"]].to(torch.int64),
+            positions_T=at["positions_T"],
+            pages_T=at["pages_T"],
+            offsets_T=at["offsets_T"],
+            num_single=single,
+            table_BL=at["table_BL"],
+            lengths_B=at["lengths_B"],
+            extends=extends,
+            ragged=Ragged(at["first_row_B1"], at["ragged_lengths_B"], at["ragged_table_BL"]) if extends else None,
+            sampled=Sampled(
+                slots=[chunks[i].slot for i in sampling],
+                positions=[chunks[i].stop for i in sampling],
+                rows_N=at["rows_N"],
+                places_N=(at["slots_N"], at["positions_N"]),
             ),
-            sampled=self._sampled(chunks, order, last_row),
         )
 
     def append(self, sampled: Sampled, ids_N: Tensor) -> None:
         """Write sampled tokens to their places in the history, on the device."""
-        slots_N, positions_N = (
-            self._to_device(np.array(values, dtype=np.int64)) for values in (sampled.slots, sampled.positions)
-        )
-        self._history[slots_N, positions_N] = ids_N.to(torch.int32)
-
-    def _sampled(self, chunks: Sequence[Chunk], order: list[int], last_row: NDArray[np.int64]) -> Sampled:
-        rows = np.empty(len(chunks), dtype=np.int64)
-        rows[order] = last_row
-        sampling = [i for i, chunk in enumerate(chunks) if chunk.sample]
-        return Sampled(
-            slots=[chunks[i].slot for i in sampling],
-            positions=[chunks[i].stop for i in sampling],
-            rows_N=self._to_device(rows[sampling]),
-        )
+        self._history[sampled.places_N] = ids_N.to(torch.int32)
 
     def _add_pages(self, slot: int, pages: tuple[int, ...]) -> None:
         held = int(self._num_pages[slot])
@@ -134,10 +159,6 @@ class Slots:
         longest = int(stop.max(initial=0))
         return self._tables[slot, : -(-longest // self._page_size)]
 
-    def _pages_of(self, chunk: Chunk) -> Tensor:
+    def _pages_of(self, chunk: Chunk) -> NDArray[np.int64]:
         num_pages = -(-chunk.stop // self._page_size)
-        return self._to_device(self._tables[chunk.slot, :num_pages].astype(np.int64))
-
-    def _to_device(self, array: NDArray[np.int64] | NDArray[np.int32]) -> Tensor:
-        tensor = torch.from_numpy(array)
-        return tensor if self._device.type == "cpu" else tensor.to(self._device, non_blocking=True)
+        return self._tables[chunk.slot, :num_pages].astype(np.int64)

@@ -5,33 +5,53 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pd.runtime.engine.attention import Attention
 from pd.runtime.engine.inputs import Sampled, Slots
 from pd.runtime.engine.kv_pool import KVPool
 from pd.runtime.engine.mesh import Mesh
 from pd.runtime.engine.models.llama import Llama
-from pd.runtime.engine.sampler import Sampler
+from pd.runtime.engine.operators import Operators
+from pd.runtime.engine.sampler import Readout, Sampler
+from pd.runtime.engine.staging import Download
 from pd.runtime.wire.messages import StepPlan, Token
 
 # T tokens of the step, N sampled chunks, I hidden, V vocabulary
+
+
+class Launched:
+    """A step whose work is queued on the device."""
+
+    def __init__(self, readout: Readout | None, end: Download | None) -> None:
+        """`end`: of the whole step."""
+        self._readout = readout
+        self._end = end
+
+    def is_done(self) -> bool:
+        """Whether `finish` would not wait. On a CPU always."""
+        return self._end is None or self._end.is_done()
+
+    def finish(self) -> tuple[Token, ...]:
+        """Wait until its KV is in the pool. On rank 0 what was sampled, in the order of sampling chunks; else ()."""
+        if self._end is not None:
+            self._end.wait()
+        return self._readout.tokens() if self._readout is not None else ()
 
 
 class Runner:
     """Runs plans in the order given. Rank 0 samples; the others hear the tokens of it."""
 
     def __init__(
-        self, model: Llama, pool: KVPool, mesh: Mesh, *, attention: Attention, slots: Slots, sampler: Sampler
+        self, model: Llama, pool: KVPool, mesh: Mesh, *, ops: Operators, slots: Slots, sampler: Sampler
     ) -> None:
         self._model = model
         self._pool = pool
         self._mesh = mesh
-        self._attention = attention
+        self._ops = ops
         self._slots = slots
         self._sampler = sampler
 
     @torch.inference_mode()
-    def step(self, plan: StepPlan) -> tuple[Token, ...]:
-        """Retire, admit, compute the chunks' KV into the pool, sample. Tokens on rank 0, () elsewhere."""
+    def launch(self, plan: StepPlan) -> Launched:
+        """Retire, admit, compute the chunks' KV into the pool, sample. On a GPU: queue that, and wait for nothing."""
         is_first = self._mesh.rank == 0
         if is_first:
             for slot in plan.retire:
@@ -41,17 +61,17 @@ class Runner:
             if is_first:
                 self._sampler.admit(init)
         if not plan.chunks:
-            return ()
+            return Launched(None, None)
         inputs = self._slots.prepare(plan.chunks)
-        hidden_TI = self._model.forward(inputs, self._pool.layers, self._attention)
-        if not inputs.sampled.slots:
-            return ()
-        ids_N, tokens = self._sample(hidden_TI[inputs.sampled.rows_N], inputs.sampled)
-        self._slots.append(inputs.sampled, self._mesh.broadcast(ids_N))
-        return tokens
+        hidden_TI = self._model.forward(inputs, self._pool.layers, self._ops)
+        readout = None
+        if inputs.sampled.slots:
+            ids_N, readout = self._sample(hidden_TI[inputs.sampled.rows_N], inputs.sampled)
+            self._slots.append(inputs.sampled, self._mesh.broadcast(ids_N))
+        return Launched(readout, Download(hidden_TI[:0]))
 
-    def _sample(self, hidden_NI: Tensor, sampled: Sampled) -> tuple[Tensor, tuple[Token, ...]]:
+    def _sample(self, hidden_NI: Tensor, sampled: Sampled) -> tuple[Tensor, Readout | None]:
         logits_NV = self._model.logits(hidden_NI)
         if logits_NV is None:
-            return torch.empty(len(sampled.slots), dtype=torch.int64, device=hidden_NI.device), ()
+            return torch.empty(len(sampled.slots), dtype=torch.int64, device=hidden_NI.device), None
         return self._sampler.sample(logits_NV, sampled.slots, sampled.positions)

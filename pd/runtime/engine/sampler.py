@@ -17,11 +17,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from pd.runtime.engine import cpu_ops
+from pd.runtime.engine.draws import Draws, Filters, Penalties, torch_draws
 from pd.runtime.engine.history import History
+from pd.runtime.engine.staging import Download, upload
 from pd.runtime.wire.messages import Sampling, SlotInit, Token
 
 # B rows of the step, R rows of them that are drawn at random, N rows under one treatment, V vocabulary, K
@@ -29,9 +31,6 @@ from pd.runtime.wire.messages import Sampling, SlotInit, Token
 
 GREEDY_BELOW = 1e-5
 """A temperature under this is greedy: vLLM's _SAMPLING_EPS."""
-FIRST_CANDIDATES = 256
-"""How many of the best logits top_p looks at before it looks at all: 3 ms a batch of 16 at 49,152, a full
-sort 71 ms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +49,11 @@ class _Slot:
 class Sampler:
     """Owns the sampling state of every slot of one rank."""
 
-    def __init__(self, *, vocab_size: int, max_slots: int, device: torch.device) -> None:
+    def __init__(
+        self, *, vocab_size: int, max_slots: int, device: torch.device, draws: Draws | None = None
+    ) -> None:
+        """`draws`: None for PyTorch's."""
+        self._draws = draws or torch_draws()
         self._vocab_size = vocab_size
         self._device = device
         self._slots: dict[int, _Slot] = {}
@@ -90,13 +93,13 @@ class Sampler:
 
     def sample(
         self, logits_BV: Tensor, slots: Sequence[int], positions: Sequence[int]
-    ) -> tuple[Tensor, tuple[Token, ...]]:
+    ) -> tuple[Tensor, Readout]:
         """Draw one token a row: row i is slot `slots[i]`, its token's position `positions[i]` of prompt +
         answer.
 
         logits_BV: any float dtype, left unchanged. A slot stands at most once in `slots`.
-        Returns ids_B, int64 on the device, and the same as values, with log-probabilities where asked for.
-        Counts the token in the slot's answer.
+        Returns ids_B, int64 on the device, and what tells the same on the host, with log-probabilities where
+        asked for, once the device is that far. Counts the token in the slot's answer.
         """
         rows = [self._slots[slot] for slot in slots]
         ids_B = self._choose(logits_BV, rows, positions)
@@ -106,16 +109,16 @@ class Sampler:
     def _choose(self, logits_BV: Tensor, rows: list[_Slot], positions: Sequence[int]) -> Tensor:
         drawn = [i for i, row in enumerate(rows) if not row.is_greedy]
         if not drawn and all(row.is_plain for row in rows):
-            return cpu_ops.argmax(logits_BV)
+            return self._draws.argmax(logits_BV)
         edited_BV = logits_BV.to(torch.float32, copy=True)
         self._forbid_stops(edited_BV, rows, positions)
         self._add_bias(edited_BV, rows)
         self._penalise(edited_BV, rows)
         if not drawn:
-            return cpu_ops.argmax(edited_BV)
+            return self._draws.argmax(edited_BV)
         if len(drawn) == len(rows):
             return self._draw(edited_BV, rows, positions)
-        ids_B = cpu_ops.argmax(edited_BV)
+        ids_B = self._draws.argmax(edited_BV)
         index_R = self._index(drawn)
         drawn_ids_R = self._draw(edited_BV[index_R], [rows[i] for i in drawn], [positions[i] for i in drawn])
         return ids_B.index_copy_(0, index_R, drawn_ids_R)
@@ -141,22 +144,15 @@ class Sampler:
             logits_BV.index_put_((self._index(index), ids_N), values_N, accumulate=True)
 
     def _penalise(self, logits_BV: Tensor, rows: list[_Slot]) -> None:
-        """As vLLM's apply_penalties: prompt and answer for repetition, the answer alone for the other two."""
         index = [i for i, row in enumerate(rows) if row.history is not None]
         if not index:
             return
-        index_N = self._index(index)
         asked = [rows[i].sampling for i in index]
-        count_NV, seen_NV = self._history.counts(self._index(_histories(rows)))
-        repetition_N1 = self._floats([s.repetition_penalty for s in asked])[:, None]
-        frequency_N1 = self._floats([s.frequency_penalty for s in asked])[:, None]
-        presence_N1 = self._floats([s.presence_penalty for s in asked])[:, None]
-        logits_NV = logits_BV[index_N]
-        repeated_NV = torch.where(logits_NV > 0, logits_NV / repetition_N1, logits_NV * repetition_N1)
-        logits_NV = torch.where(seen_NV, repeated_NV, logits_NV)
-        logits_NV -= frequency_N1 * count_NV
-        logits_NV -= presence_N1 * (count_NV > 0)
-        logits_BV[index_N] = logits_NV
+        strengths = [
+            [getattr(s, f"{name}_penalty") for s in asked] for name in ("repetition", "frequency", "presence")
+        ]
+        penalised = Penalties(self._index(index), self._index(_histories(rows)), self._floats(strengths))
+        self._draws.penalise(logits_BV, self._history.counts(), penalised)
 
     # ---- the draw ----------------------------------------------------------------------------------------
 
@@ -164,7 +160,7 @@ class Sampler:
         asked = [row.sampling for row in rows]
         if any(s.temperature != 1.0 for s in asked):
             logits_RV.div_(self._floats([s.temperature for s in asked])[:, None])
-        return cpu_ops.race(
+        return self._draws.race(
             logits_RV,
             self._floors(logits_RV, asked),
             self._index([row.seed for row in rows]),
@@ -181,11 +177,10 @@ class Sampler:
         index_N = self._index(filtered)
         asked_N = [asked[i] for i in filtered]
         logits_NV = logits_RV if len(filtered) == len(asked) else logits_RV[index_N]
-        floor_N = _min_p_and_top_k(logits_NV, asked_N, self._floats([s.min_p for s in asked_N]))
-        if any(s.top_p < 1.0 for s in asked_N):
-            top_p_N = self._floats([s.top_p for s in asked_N])
-            floor_N = _nucleus_floor(logits_NV, floor_N, top_p_N)
-        return floor_R.index_copy_(0, index_N, floor_N)
+        filters = Filters(
+            [s.min_p for s in asked_N], [_top_k(s, self._vocab_size) for s in asked_N], [s.top_p for s in asked_N]
+        )
+        return floor_R.index_copy_(0, index_N, self._draws.floors(logits_NV, filters))
 
     # ---- afterwards --------------------------------------------------------------------------------------
 
@@ -194,29 +189,41 @@ class Sampler:
         if index:
             self._history.append(self._index(_histories(rows)), ids_B[self._index(index)])
 
-    def _report(self, logits_BV: Tensor, ids_B: Tensor, rows: list[_Slot]) -> tuple[Token, ...]:
-        ids: list[int] = ids_B.tolist()
-        index = [i for i, row in enumerate(rows) if row.sampling.logprobs is not None]
-        if not index:
-            return tuple(map(Token, ids))
-        index_N = self._index(index)
+    def _report(self, logits_BV: Tensor, ids_B: Tensor, rows: list[_Slot]) -> Readout:
+        asked = {i: row.sampling.logprobs for i, row in enumerate(rows) if row.sampling.logprobs is not None}
+        if not asked:
+            return Readout(Download(ids_B), {})
+        index_N = self._index(list(asked))
         logprob_NV = logits_BV[index_N].to(torch.float32).log_softmax(dim=-1)
-        own: list[float] = logprob_NV.gather(1, ids_B[index_N, None]).flatten().tolist()
-        num_top = min(max(rows[i].sampling.logprobs or 0 for i in index), self._vocab_size)
-        best = logprob_NV.topk(num_top, dim=-1)
-        tokens = [Token(i) for i in ids]
-        for n, (i, top_ids, top_values) in enumerate(
-            zip(index, best.indices.tolist(), best.values.tolist(), strict=True)
-        ):
-            top = tuple(zip(top_ids, top_values, strict=True))[: rows[i].sampling.logprobs]
-            tokens[i] = Token(ids[i], own[n], top)
-        return tuple(tokens)
+        own_N = logprob_NV.gather(1, ids_B[index_N, None]).flatten()
+        best = logprob_NV.topk(min(max(asked.values()), self._vocab_size), dim=-1)
+        return Readout(Download(ids_B, own_N, best.indices, best.values), asked)
 
     def _index(self, values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self._device)
+        return upload([np.array(values, dtype=np.int64)], self._device)[0]
 
-    def _floats(self, values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=self._device)
+    def _floats(self, values: list[float] | list[list[float]]) -> Tensor:
+        return upload([np.array(values, dtype=np.float32)], self._device)[0]
+
+
+class Readout:
+    """What a step has sampled, on its way to the host."""
+
+    def __init__(self, download: Download, asked: dict[int, int]) -> None:
+        """`asked`: rows whose log-probabilities are wanted, and how many of the best beside their own."""
+        self._download = download
+        self._asked = asked
+
+    def tokens(self) -> tuple[Token, ...]:
+        """In the order of rows. Waits for the device, if it is not that far."""
+        ids_B, *logprobs = self._download.wait()
+        tokens = [Token(i) for i in ids_B.tolist()]
+        if self._asked:
+            own, top_ids, top_values = (values.tolist() for values in logprobs)
+            for n, (i, num_top) in enumerate(self._asked.items()):
+                top = tuple(zip(top_ids[n], top_values[n], strict=True))[:num_top]
+                tokens[i] = Token(tokens[i].id, own[n], top)
+        return tuple(tokens)
 
 
 def _histories(rows: list[_Slot]) -> list[int]:
@@ -229,43 +236,3 @@ def _is_filtered(sampling: Sampling, vocab_size: int) -> bool:
 
 def _top_k(sampling: Sampling, vocab_size: int) -> int:
     return min(sampling.top_k, vocab_size) if sampling.top_k and sampling.top_k > 0 else vocab_size
-
-
-def _min_p_and_top_k(logits_NV: Tensor, asked: list[Sampling], min_p_N: Tensor) -> Tensor:
-    """floor_N: min_p keeps what is at least min_p times as likely as the best; top_k what is at least the
-    kth best."""
-    floor_N = logits_NV.amax(dim=-1) + min_p_N.log()
-    num_vocab = logits_NV.shape[1]
-    kept = [_top_k(s, num_vocab) for s in asked]
-    largest = max((k for k in kept if k < num_vocab), default=0)
-    if largest == 0:
-        return floor_N
-    best_NK = logits_NV.topk(largest, dim=-1).values
-    last_N1 = torch.tensor([[min(k, largest) - 1] for k in kept], device=logits_NV.device)
-    limited_N = torch.tensor([k < num_vocab for k in kept], device=logits_NV.device)
-    kth_N = best_NK.gather(1, last_N1).squeeze(1)
-    return torch.where(limited_N, torch.maximum(floor_N, kth_N), floor_N)
-
-
-def _nucleus_floor(logits_NV: Tensor, floor_N: Tensor, top_p_N: Tensor) -> Tensor:
-    """The larger of floor_N and the logit where, among survivors, the mass strictly before it reaches
-    top_p."""
-    best_N1 = logits_NV.amax(dim=-1, keepdim=True)
-    weight_NV = (logits_NV - best_N1).exp_().masked_fill_(logits_NV < floor_N[:, None], 0.0)
-    # In float64, so that no order of summation (threads, batch) can move the border.
-    enough_N1 = weight_NV.sum(dim=-1, keepdim=True, dtype=torch.float64) * top_p_N[:, None]
-    enough_N1.masked_fill_(top_p_N[:, None] >= 1.0, 0.0)
-    num_vocab = logits_NV.shape[1]
-    # A GPU sorts all of it sooner than it could tell the host whether a part was enough.
-    num_candidates = FIRST_CANDIDATES if logits_NV.device.type == "cpu" else num_vocab
-    while True:
-        top_NK = logits_NV.topk(min(num_candidates, num_vocab), dim=-1).values
-        weight_NK = (top_NK - best_N1).exp_().masked_fill_(top_NK < floor_N[:, None], 0.0)
-        mass_NK = weight_NK.cumsum(dim=-1, dtype=torch.float64)
-        if num_candidates >= num_vocab or bool((mass_NK[:, -1:] >= enough_N1).all()):
-            break
-        num_candidates *= 16
-    # The last candidate before which the mass falls short of enough; the best always lives.
-    last_N1 = (mass_NK < enough_N1).sum(dim=-1, keepdim=True).clamp_(max=top_NK.shape[1] - 1)
-    nucleus_N = top_NK.gather(1, last_N1).squeeze(1)
-    return torch.where(top_p_N < 1.0, torch.maximum(floor_N, nucleus_N), floor_N)

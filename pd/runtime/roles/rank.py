@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections import deque
+from typing import NamedTuple
 
 import msgspec
 import zmq
@@ -24,6 +25,7 @@ import zmq
 from pd.runtime.config import ConfigError, RankConfig
 from pd.runtime.core.events import Peer
 from pd.runtime.engine.build import Engine, build
+from pd.runtime.engine.runner import Launched
 from pd.runtime.keys import derived, read_cluster_key
 from pd.runtime.roles.mover import Mover, rank_name
 from pd.runtime.roles.process import die_with, reachable_host, setup_logging
@@ -48,6 +50,16 @@ log = logging.getLogger("pd.rank")
 
 LEADER = Peer("leader", "")
 _POLL_MS = 1000
+
+
+MAX_QUEUED = 1
+"""Steps on the device behind the one that runs: a leader sends no more than two plans ahead."""
+
+
+class Running(NamedTuple):
+    plan: StepPlan
+    launched: Launched
+    start: float
 
 
 class Outbox:
@@ -141,11 +153,20 @@ class RankIO:
 
 
 def compute(engine: Engine, plans: queue.SimpleQueue[StepPlan | None], outbox: Outbox) -> None:
-    """Run plans in order until None. A step's writes start when its KV is in the pool."""
+    """Run plans in order until None. A step's writes start when its KV is in the pool.
+
+    On a GPU step n + 1 is queued while n runs, if its plan is there, so that the device never waits for the host.
+    """
+    running: deque[Running] = deque()
+    end = 0.0
     while (plan := plans.get()) is not None:
         start = time.perf_counter()
-        tokens = engine.step(plan)
-        outbox.put(StepDone(plan.step, tokens, time.perf_counter() - start), *plan.writes)
+        running.append(Running(plan, engine.launch(plan), start))
+        while running and (running[0].launched.is_done() or len(running) > MAX_QUEUED or plans.empty()):
+            step = running.popleft()
+            tokens = step.launched.finish()
+            begin, end = max(step.start, end), time.perf_counter()
+            outbox.put(StepDone(step.plan.step, tokens, end - begin), *step.plan.writes)
 
 
 def serve(config: RankConfig, link: Spoke, outbox: Outbox) -> None:

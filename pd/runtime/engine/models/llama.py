@@ -16,11 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pd.runtime.engine import cpu_ops
-from pd.runtime.engine.attention import Attention
 from pd.runtime.engine.inputs import StepInputs
 from pd.runtime.engine.layers import Embedding, Linear, make_linear
 from pd.runtime.engine.mesh import Mesh
+from pd.runtime.engine.operators import Operators
 from pd.runtime.engine.rope import angles
 from pd.runtime.engine.shards import RankShare
 from pd.runtime.engine.spec import ModelSpec
@@ -62,20 +61,20 @@ class Llama:
         cos_ND, sin_ND = angles(spec.rope, spec.head_dim, max_model_len)
         self._cos_ND, self._sin_ND = cos_ND.to(rows_VI.device), sin_ND.to(rows_VI.device)
 
-    def forward(self, inputs: StepInputs, pools: Sequence[Pools], attention: Attention) -> Tensor:
+    def forward(self, inputs: StepInputs, pools: Sequence[Pools], ops: Operators) -> Tensor:
         """Hidden states after the last norm, x_TI. Writes the tokens' K and V into `pools`, one a layer."""
         reduce, eps = self._mesh.all_reduce, self._spec.rms_norm_eps
         turns = self._cos_ND[inputs.positions_T], self._sin_ND[inputs.positions_T]
         residual_TI = reduce(self._embedding(inputs.tokens_T))
-        x_TI = cpu_ops.rms_norm(residual_TI, self._layers[0].input_norm_I, eps)
+        x_TI = ops.rms_norm(residual_TI, self._layers[0].input_norm_I, eps)
         following = [layer.input_norm_I for layer in self._layers[1:]] + [self._norm_I]
         for layer, pool, next_norm_I in zip(self._layers, pools, following, strict=True):
-            q_THE = self._write_kv(layer, x_TI, turns, pool=pool, inputs=inputs)
-            seen_THE = attention(q_THE, pool, inputs, window=layer.window)
+            q_THE = self._write_kv(layer, x_TI, ops, turns=turns, pool=pool, inputs=inputs)
+            seen_THE = ops.attention(q_THE, pool, inputs, window=layer.window)
             x_TI = reduce(layer.output(seen_THE.flatten(1)))
-            x_TI = cpu_ops.rms_norm(x_TI, layer.mlp_norm_I, eps, residual_TI)
-            x_TI = reduce(layer.down(cpu_ops.silu_mul(layer.gate_up(x_TI))))
-            x_TI = cpu_ops.rms_norm(x_TI, next_norm_I, eps, residual_TI)
+            x_TI = ops.rms_norm(x_TI, layer.mlp_norm_I, eps, residual_TI)
+            x_TI = reduce(layer.down(ops.silu_mul(layer.gate_up(x_TI))))
+            x_TI = ops.rms_norm(x_TI, next_norm_I, eps, residual_TI)
         return x_TI
 
     def logits(self, x_BI: Tensor) -> Tensor | None:
@@ -92,17 +91,24 @@ class Llama:
         return torch.cat([part_BW[:, :size] for part_BW, size in zip(parts, sizes, strict=True)], dim=1)
 
     def _write_kv(
-        self, layer: _Layer, x_TI: Tensor, turns: tuple[Tensor, Tensor], *, pool: Pools, inputs: StepInputs
+        self,
+        layer: _Layer,
+        x_TI: Tensor,
+        ops: Operators,
+        *,
+        turns: tuple[Tensor, Tensor],
+        pool: Pools,
+        inputs: StepInputs,
     ) -> Tensor:
         """Project, rotate, and put K and V into their pages. Returns the rotated q_THE."""
         num_q, num_kv = len(self._share.query_heads), len(self._share.kv_heads)
         qkv = layer.qkv(x_TI).view(-1, num_q + 2 * num_kv, self._spec.head_dim)
         q_THE, k_TKE, v_TKE = torch.split_with_sizes(qkv, (num_q, num_kv, num_kv), dim=1)
         if layer.query_norm_E is not None and layer.key_norm_E is not None:
-            q_THE = cpu_ops.rms_norm(q_THE, layer.query_norm_E, self._spec.rms_norm_eps)
-            k_TKE = cpu_ops.rms_norm(k_TKE, layer.key_norm_E, self._spec.rms_norm_eps)
+            q_THE = ops.rms_norm(q_THE, layer.query_norm_E, self._spec.rms_norm_eps)
+            k_TKE = ops.rms_norm(k_TKE, layer.key_norm_E, self._spec.rms_norm_eps)
         places = {"pages_T": inputs.pages_T, "offsets_T": inputs.offsets_T}
-        cpu_ops.rope_and_write((q_THE, k_TKE, v_TKE), turns, pool, **places)
+        ops.rope_and_write((q_THE, k_TKE, v_TKE), turns, pool, **places)
         return q_THE
 
 

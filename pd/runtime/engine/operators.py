@@ -1,0 +1,137 @@
+"""Which operators a rank computes with: one table, read once at start by device, dtype and head size, and logged.
+
+| kernels | on | rows of a layer and the draw | attention |
+|---|---|---|---|
+| torch | any device | `cpu_ops`: C++ on a CPU where built, else PyTorch | `Attention` |
+| triton | GPUs; a CPU under TRITON_INTERPRET=1 | `pd.kernels` | `PagedAttention` |
+| auto | | triton on a GPU where it can be imported and takes dtype and heads, else torch | |
+
+`pd.kernels` is imported here alone, when it is chosen: where triton is not installed nothing else may ask for it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pd.runtime.config import ConfigError
+from pd.runtime.engine import cpu_ops
+from pd.runtime.engine.attention import Attend, Attention, has_native
+from pd.runtime.engine.draws import Draws, Filters, Penalties, torch_draws
+from pd.runtime.engine.paged_attention import PagedAttention
+from pd.runtime.engine.shards import RankShare
+from pd.runtime.engine.spec import ModelSpec
+from pd.runtime.engine.staging import upload
+
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+LARGEST_HEAD = 256  # elements; the tuning tables end there
+
+
+@dataclass(frozen=True, slots=True)
+class Operators:
+    """One rank's, with the contracts that `cpu_ops` states."""
+
+    rms_norm: Callable[..., Tensor]
+    silu_mul: Callable[[Tensor], Tensor]
+    rope_and_write: Callable[..., None]
+    draws: Draws
+    attention: Attend
+    note: str
+    """For the start-up line; equal where two ranks compute the same bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shapes:
+    """What the choice depends on."""
+
+    spec: ModelSpec
+    share: RankShare
+    max_context: int  # tokens of the longest request, rounded up to whole pages
+    like: Tensor  # of the pool's dtype and device
+
+
+def choose(kernels: str, shapes: Shapes) -> Operators:
+    """Raises ConfigError where kernels are forced that cannot run here."""
+    reason = why_not(shapes)
+    if kernels == "triton" and reason:
+        raise ConfigError(f"--kernels triton: {reason}", hint="--kernels auto takes PyTorch where kernels cannot run")
+    is_gpu = shapes.like.device.type == "cuda"
+    if kernels == "triton" or (kernels == "auto" and is_gpu and not reason):
+        return _triton(shapes)
+    return _torch(shapes, f" (no kernels: {reason})" if kernels == "auto" and is_gpu else "")
+
+
+def why_not(shapes: Shapes) -> str:
+    """Why the kernels cannot run; empty if they can."""
+    like, size = shapes.like, shapes.spec.head_dim
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if not _kernel("target").can_run(like.device):
+        return f"they run on GPUs, and on a CPU only under TRITON_INTERPRET=1; this is {like.device.type}"
+    if like.dtype not in KERNEL_DTYPES:
+        return f"they do not compute in {like.dtype}"
+    if size > LARGEST_HEAD:
+        return f"heads of {size} elements are larger than {LARGEST_HEAD}"
+    return ""
+
+
+def _torch(shapes: Shapes, why: str) -> Operators:
+    attention = Attention(
+        shapes.spec,
+        shapes.share,
+        max_context=shapes.max_context,
+        like=shapes.like,
+        use_native=has_native(shapes.like),
+    )
+    rows = cpu_ops.describe() if shapes.like.device.type == "cpu" else f"PyTorch {torch.__version__}"
+    return Operators(
+        rms_norm=cpu_ops.rms_norm,
+        silu_mul=cpu_ops.silu_mul,
+        rope_and_write=cpu_ops.rope_and_write,
+        draws=torch_draws(),
+        attention=attention,
+        note=f"{rows}{why}, attention {attention.note}",
+    )
+
+
+def _triton(shapes: Shapes) -> Operators:
+    target = _kernel("target").target_of(shapes.like)
+    return Operators(
+        rms_norm=_kernel("rms_norm").rms_norm,
+        silu_mul=_kernel("silu_mul").silu_mul,
+        rope_and_write=_kernel("kv_write").rope_and_write,
+        draws=_triton_draws(),
+        attention=PagedAttention(
+            shapes.spec,
+            shapes.share,
+            device=shapes.like.device,
+            kernels=(_kernel("paged"), _kernel("paged_decode"), _kernel("paged_prefill")),
+        ),
+        note=f"Triton kernels for {target.arch}",
+    )
+
+
+def _triton_draws() -> Draws:
+    race, floors, penalise = _kernel("race"), _kernel("floors").floors, _kernel("penalties").penalise
+
+    def floors_of(logits_NV: Tensor, filters: Filters) -> Tensor:
+        min_p, top_k, top_p = filters
+        arrays = [np.array(min_p, np.float32), np.array(top_k, np.int32), np.array(top_p, np.float32)]
+        floor_N: Tensor = floors(logits_NV, *upload(arrays, logits_NV.device))
+        return floor_N
+
+    def penalise_rows(logits_BV: Tensor, counts: tuple[Tensor, Tensor], rows: Penalties) -> None:
+        penalise(logits_BV, counts, **rows._asdict())
+
+    return Draws(race.argmax, race.race, floors_of, penalise_rows)
+
+
+def _kernel(name: str) -> Any:
+    return importlib.import_module(f"pd.kernels.{name}")

@@ -1,0 +1,107 @@
+"""A whole tiny model through the kernels answers as it does through PyTorch, and as transformers does."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from pd.runtime.config import ConfigError, DeviceConfig
+from pd.runtime.engine import operators
+from pd.runtime.engine.build import Engine
+from pd.runtime.engine.operators import Shapes
+from pd.runtime.engine.shards import share_of
+from pd.runtime.engine.spec import read_spec
+from pd.runtime.wire.messages import Sampling, Token
+from tests.engine.driving import Driver, build_engine, ids_of, logprobs_of, prompt_of, rank_config
+from tests.engine.reference import Reference
+from tests.tiny import VOCAB_SIZE, make_tiny
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """qwen3 norms its queries and keys; mistral sees a window."""
+    folder = tmp_path_factory.mktemp("tiny")
+    return {
+        "qwen3": make_tiny("qwen3", folder / "qwen3", num_hidden_layers=2),
+        "mistral": make_tiny("mistral", folder / "mistral", num_hidden_layers=2, sliding_window=9),
+    }
+
+
+def engine_of(checkpoint: Path, kernels: str, device: torch.device) -> Engine:
+    return build_engine(rank_config(checkpoint, device=DeviceConfig(device=device.type, kernels=kernels)))
+
+
+def answers(engine: Engine, sampling: Sampling) -> list[list[Token]]:
+    """Two requests: one is prefilled in two chunks, the second beside the other's decode; then both decode."""
+    driver = Driver(engine)
+    driver.admit(0, prompt_of(11, seed=1, vocab_size=VOCAB_SIZE), sampling)
+    driver.run((0, 0, 6, False))
+    first = list(driver.run((0, 6, 11, True)))
+    driver.admit(1, prompt_of(7, seed=2, vocab_size=VOCAB_SIZE), msgspec.structs.replace(sampling, seed=99))
+    both = driver.run((1, 0, 7, True), (0, 11, 12, True))
+    second = [both[0]]
+    first.append(both[1])
+    for i in range(2):
+        both = driver.run((0, 12 + i, 13 + i, True), (1, 7 + i, 8 + i, True))
+        first.append(both[0])
+        second.append(both[1])
+    return [first, second]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mistral"])
+def test_a_model_through_the_kernels_is_transformers(
+    family: str, tiny: dict[str, Path], device: torch.device
+) -> None:
+    engine = engine_of(tiny[family], "triton", device)
+    assert "Triton kernels" in engine.notes.operators
+    told = answers(engine, Sampling(max_tokens=9, temperature=0.0, logprobs=VOCAB_SIZE))
+    engine.close()
+    reference = Reference(tiny[family])
+    for tokens, prompt in zip(told, ((11, 1), (7, 2)), strict=True):
+        ids, logprobs = reference.generate(prompt_of(prompt[0], seed=prompt[1], vocab_size=VOCAB_SIZE), len(tokens))
+        assert ids_of(tokens) == ids
+        for token, expected in zip(tokens, logprobs, strict=True):
+            torch.testing.assert_close(logprobs_of(token), expected, atol=2e-4, rtol=1e-3)
+
+
+def test_sampled_answers_are_those_of_pytorch(tiny: dict[str, Path], device: torch.device) -> None:
+    """Penalties, every filter and the dice."""
+    sampling = Sampling(
+        max_tokens=9,
+        temperature=0.8,
+        top_k=40,
+        top_p=0.9,
+        min_p=0.01,
+        repetition_penalty=1.2,
+        frequency_penalty=0.3,
+        presence_penalty=0.1,
+        seed=7,
+    )
+    told = []
+    for kernels in ("triton", "torch"):
+        engine = engine_of(tiny["qwen3"], kernels, device)
+        told.append([ids_of(tokens) for tokens in answers(engine, sampling)])
+        engine.close()
+    assert told[0] == told[1]
+
+
+def shapes_of(checkpoint: Path, dtype: torch.dtype, head_dim: int | None = None) -> Shapes:
+    spec = read_spec(checkpoint)
+    spec = dataclasses.replace(spec, head_dim=head_dim or spec.head_dim)
+    return Shapes(spec, share_of(spec, 1, 0), 64, torch.empty(0, dtype=dtype))
+
+
+def test_what_the_kernels_cannot_take_is_refused_with_the_reason(tiny: dict[str, Path]) -> None:
+    with pytest.raises(ConfigError, match=r"--kernels triton: they do not compute in torch.float64"):
+        operators.choose("triton", shapes_of(tiny["qwen3"], torch.float64))
+    with pytest.raises(ConfigError, match="heads of 320 elements are larger than 256"):
+        operators.choose("triton", shapes_of(tiny["qwen3"], torch.float32, head_dim=320))
+
+
+def test_auto_on_a_cpu_is_pytorch(tiny: dict[str, Path]) -> None:
+    chosen = operators.choose("auto", shapes_of(tiny["qwen3"], torch.float32))
+    assert "Triton" not in chosen.note
