@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 PAGE = 16
 CHUNK = 48
@@ -23,19 +24,26 @@ def prompts(vocab_size: int, *, num_prompts: int, seed: int) -> list[list[int]]:
 
 def greedy(checkpoint: Path, asked: list[list[int]], num_tokens: int) -> list[list[int]]:
     """`num_tokens` greedy tokens for each prompt, in float32, one prompt at a time."""
+    return [answer for prompt in asked for answer in greedy_together(checkpoint, [prompt], num_tokens)]
+
+
+def greedy_together(checkpoint: Path, asked: list[list[int]], num_tokens: int) -> list[list[int]]:
+    """As `greedy`, in one batch, padded on the left: many times faster where the model is large."""
+    model = _load(checkpoint)
+    longest = max(map(len, asked))
+    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in asked])
+    # Left out, the mask is guessed, and tokens that happen to be the pad token are masked.
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in asked])
+    with torch.inference_mode():
+        out = model.generate(
+            ids, attention_mask=mask, max_new_tokens=num_tokens, min_new_tokens=num_tokens, do_sample=False
+        )
+    return [[int(token) for token in row[longest:]] for row in out]
+
+
+@functools.lru_cache(maxsize=1)
+def _load(checkpoint: Path) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
-    answers = []
-    with torch.inference_mode():
-        for prompt in asked:
-            ids = torch.tensor([prompt])
-            out = model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),  # left out, tokens that happen to be the pad token are masked
-                max_new_tokens=num_tokens,
-                min_new_tokens=num_tokens,
-                do_sample=False,
-            )
-            answers.append([int(token) for token in out[0, len(prompt) :]])
-    return answers
+    return model
