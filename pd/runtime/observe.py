@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from pd.runtime.core.events import Emit, End, Stamp, Submit
-from pd.runtime.wire.messages import Load
+from pd.runtime.wire.messages import Load, Ticket
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _LOUD = frozenset({"joined", "left", "lost", "refused", "unreachable", "draining", "nonsense", "unexpected", "differs"})
@@ -42,6 +42,7 @@ class RouterMetrics:
         self._e2e = Histogram("pd_e2e_seconds", "Request to last token", buckets=_SECONDS, registry=registry)
         self._prompt = Counter("pd_prompt_tokens", "Prompt tokens received", registry=registry)
         self._cached = Counter("pd_cached_tokens", "Prompt tokens found in a prefix cache", registry=registry)
+        self._held = Counter("pd_held_tokens", "Prompt tokens whose KV decode held: not sent", registry=registry)
         self._answer = Counter("pd_answer_tokens", "Answer tokens sent to clients", registry=registry)
         self._ended = Counter("pd_requests", "Requests by their ending", ["ending"], registry=registry)
         self._open = Gauge("pd_requests_open", "Requests without an ending yet", registry=registry)
@@ -76,6 +77,9 @@ class RouterMetrics:
 
     def abandoned(self, request_id: str) -> None:
         self._end(request_id, "abandoned")
+
+    def reserved(self, ticket: Ticket) -> None:
+        self._held.inc(ticket.held_tokens)
 
     def beat(self, instance: str, load: Load) -> None:
         self._running.labels(instance).set(load.num_running)

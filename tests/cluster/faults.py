@@ -28,7 +28,7 @@ from pd.runtime.core.prefix import PrefixCache
 from pd.runtime.core.ranks import Tally
 from pd.runtime.core.router import RouterBrain
 from pd.runtime.core.timetable import Timetable
-from pd.runtime.wire.messages import Finish, Handle, Hello, Landed, Prefill, Severed, Token, WriteDone
+from pd.runtime.wire.messages import Finish, Handle, Hello, Landed, Prefill, Reserve, Severed, Token, WriteDone
 from pd.transfer.handoff import INBOX, OUTBOX, InboxState, OutboxState
 from pd.transfer.handoff import Effect as Do
 from pd.transfer.handoff import Event as On
@@ -125,13 +125,25 @@ def believe_any_landing(patch: Patch) -> None:
     patch.setattr(Inboxes, "landed", believe)
 
 
+def hold_what_has_not_landed(patch: Patch) -> None:
+    take = Inboxes._take
+
+    def take_and_cache(self: Inboxes, message: Reserve, limit: int, life: Peer) -> Any:
+        table = take(self, message, limit, life)
+        if isinstance(table, PageTable):
+            self._pages.insert(table, message.tokens, len(message.tokens))
+        return table
+
+    patch.setattr(Inboxes, "_take", take_and_cache)
+
+
 def sever_nobody(patch: Patch) -> None:
     cut = Links.cut
     patch.setattr(Links, "cut", lambda self, life: cut(self, life)[:0])
 
 
 def promise_to_strangers(patch: Patch) -> None:
-    patch.setattr(Inboxes, "_not_now", lambda self, message, life, *, num_pages: None)
+    patch.setattr(Inboxes, "_not_now", lambda self, message, life: None)
 
 
 def severed_by_one_rank(self: Tally, rank: int, answer: Severed) -> Severed | None:
@@ -259,6 +271,7 @@ FAULTS: dict[str, Plant] = {
     "any attempt's Landed is taken for this one's": believe_any_landing,
     "a peer counts as severed when the first rank has done it": instead(Tally, "severed", severed_by_one_rank),
     "pages are promised whoever is to write them": promise_to_strangers,
+    "decode holds for others what has not landed": hold_what_has_not_landed,
     # the writing end
     "Landed is said before the last write is done": outbox_rows(
         {(C, On.COMPUTED): (OutboxState.DONE, (Do.SEND_LANDED, Do.FREE))}

@@ -132,6 +132,12 @@ class Ranks:
         for position in range(start, stop):
             self.cells[self.cell(pages, position)] = expected[position]
 
+    def receive(self, tokens: tuple[int, ...], ticket: Ticket) -> None:
+        """What a peer writes: all but the prefix that is held here."""
+        expected, held = chains(tokens), ticket.held_tokens
+        for position in range(held, len(tokens)):
+            self.cells[self.cell(ticket.pages, position - held)] = expected[position]
+
     def cell(self, pages: list[int] | tuple[int, ...], position: int) -> tuple[int, int]:
         return pages[position // self.page_size], position % self.page_size
 

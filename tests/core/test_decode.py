@@ -52,7 +52,7 @@ def land(me: Instance, request: Reserve) -> list[Effect]:
     """The peer writes all of it and says so."""
     reserved = [each for each in said(me.effects, Reserved) if each.handle == request.handle]
     num_tokens = len(request.tokens)
-    me.ranks.compute(request.tokens, list(reserved[0].ticket.pages), start=0, stop=num_tokens)
+    me.ranks.receive(request.tokens, reserved[0].ticket)
     return me.peer(P, Landed(request.handle, num_tokens, Token(sample(request.tokens))))
 
 

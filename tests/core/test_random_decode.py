@@ -172,7 +172,7 @@ class DecodeWorld:
     def write(self, handle: Handle) -> None:
         """All of it, at any moment while the promise holds: also after the router gave up."""
         request, ticket = self.requests[handle], self.promised[handle]
-        self.me.ranks.compute(request.tokens, list(ticket.pages), start=0, stop=len(request.tokens))
+        self.me.ranks.receive(request.tokens, ticket)
 
     def end_promise(self, handle: Handle) -> None:
         """The writer says its last word, or is dead; a late or lost one is said again."""

@@ -150,12 +150,13 @@ def apart(
     *,
     prefill: tuple[str, ...] = (),
     decode: tuple[str, ...] = (),
+    router: tuple[str, ...] = (),
     common: tuple[str, ...] = (),
 ) -> Iterator[Cluster]:
     """One prefill and one decode instance behind a router, ready."""
     logs.mkdir(parents=True, exist_ok=True)
     with running(Cluster(model, logs, common)) as cluster:
-        cluster.launch("router", "router")
+        cluster.launch("router", "router", *router)
         cluster.launch("prefill", "prefill", *prefill)
         cluster.launch("decode", "decode", *decode)
         cluster.wait_ready()

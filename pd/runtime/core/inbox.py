@@ -4,10 +4,12 @@ Rules
 1. The router hears of an attempt's end at once; the pages stay until a proof that no write can come.
 2. Landed and Fenced count only from the very life the pages were promised to.
 3. A life is promised pages only while our ranks could sever it, and nothing more once they were told to.
+4. A prefix that is here already is held, not promised: its pages are shared, and no peer may write them.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -63,20 +65,18 @@ class Inboxes:
 
     def reserve(self, message: Reserve, now: float) -> list[Effect]:
         """Promise pages, or say at once why not."""
+        handle, size = message.handle, self._settings.page_size
         limit = limit_of(message.num_prompt, message.sampling, self._settings.max_model_len)
         life = Peer(message.prefill, message.prefill_epoch)
-        num_pages = pages_to_promise(message, limit, self._settings.page_size)
-        refused = never_fits(message, limit, self._settings) or self._not_now(message, life, num_pages=num_pages)
-        if refused is not None:
-            return [Send(ROUTER, refused), Stamp(str(message.handle), "refused", refused.reason)]
-        table = PageTable()
-        if self._pages.grow(table, num_pages) is None:
-            raise AssertionError("fewer pages than were just counted")
-        self._inboxes[message.handle] = Inbox(message, life, limit, table, now + message.deadline_s)
-        num_written = num_pages_for(len(message.tokens), self._settings.page_size)
-        pages = tuple(table.pages[:num_written])
-        ticket = Ticket(self._me.name, self._me.epoch, pages, prefill_epoch=life.epoch)
-        return [Send(ROUTER, Reserved(message.handle, ticket)), Stamp(str(message.handle), "reserved")]
+        refused = never_fits(message, limit, self._settings) or self._not_now(message, life)
+        taken = refused or self._take(message, limit, life)
+        if isinstance(taken, Refused):
+            return [Send(ROUTER, taken), Stamp(str(handle), "refused", taken.reason)]
+        self._inboxes[handle] = Inbox(message, life, limit, taken, now + message.deadline_s)
+        written = taken.pages[taken.num_shared : num_pages_for(len(message.tokens), size)]
+        held = taken.num_shared * size
+        ticket = Ticket(self._me.name, self._me.epoch, tuple(written), held, life.epoch)
+        return [Send(ROUTER, Reserved(handle, ticket)), Stamp(str(handle), "reserved", f"{held} tokens held")]
 
     def landed(self, sender: Peer, message: Landed, *, now: float) -> list[Effect] | None:
         """None if no such handoff waits for it."""
@@ -140,19 +140,31 @@ class Inboxes:
     def _of(self, life: Peer) -> list[Inbox]:
         return [inbox for inbox in self._inboxes.values() if inbox.life == life]
 
-    def _not_now(self, message: Reserve, life: Peer, *, num_pages: int) -> Refused | None:
-        """Why it cannot be served now."""
-        max_waiting, retry_after_s = self._settings.step.max_waiting, self._settings.deadlines.retry_after_s
-        num_available = self._pages.num_available
+    def _not_now(self, message: Reserve, life: Peer) -> Refused | None:
+        """Why it cannot be served now, whatever the pages."""
+        max_waiting = self._settings.step.max_waiting
         if self._links.find(life) is None:
             reason = f"{self._me.name} is not attached to {life.name} (epoch {life.epoch}), and could not sever it"
         elif len(self._inboxes) + len(self._decode.ready) >= max_waiting:
             reason = f"{max_waiting} requests wait already"
-        elif num_pages + self._decode.headroom > num_available:
-            reason = f"{num_pages} pages are needed, {num_available} are free"
         else:
             return None
-        return Refused(message.handle, reason, retry_after_s, self._links.is_cut(life))
+        return Refused(message.handle, reason, self._settings.deadlines.retry_after_s, self._links.is_cut(life))
+
+    def _take(self, message: Reserve, limit: int, life: Peer) -> PageTable | Refused:
+        """The pages whose prefix is here, and new ones for the rest; whole pages of either side."""
+        peer, size = self._links.find(life), self._settings.page_size
+        assert peer is not None, "nothing is promised to who is not attached"
+        unit = math.lcm(size, peer.layout.page_size) // size
+        table = self._pages.match(message.tokens)
+        self._pages.trim(table, len(table.pages) // unit * unit)
+        num_pages = pages_to_promise(message, limit, size) - len(table.pages)
+        num_available = self._pages.num_available
+        if num_pages + self._decode.headroom <= num_available and self._pages.grow(table, num_pages) is not None:
+            return table
+        self._pages.release(table)
+        reason = f"{num_pages} pages are needed, {num_available} are free"
+        return Refused(message.handle, reason, self._settings.deadlines.retry_after_s)
 
     def _fail(self, inbox: Inbox, event: Event, *, reason: str, now: float) -> list[Effect]:
         """Move on `event`; the first time, that is the end of the attempt and the router is told."""
@@ -201,6 +213,7 @@ class Inboxes:
     def _admit(self, inbox: Inbox) -> list[Effect]:
         reserve, landed = inbox.reserve, inbox.landed
         assert landed is not None
+        self._pages.insert(inbox.table, reserve.tokens, len(reserve.tokens))
         request = Request(
             reserve.handle,
             reserve.tokens,

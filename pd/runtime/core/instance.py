@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import assert_never
 
 from pd.runtime.core.attempts import Arrival, Attempts
@@ -49,7 +48,6 @@ from pd.runtime.wire.messages import (
     Refusal,
     Refused,
     Reserve,
-    Role,
     Stage,
     Stop,
     Welcome,
@@ -63,8 +61,6 @@ class InstanceBrain:
     """`hello` says who this is (role, worker, epoch), and is sent to the router as it stands."""
 
     def __init__(self, settings: BrainSettings, hello: Hello) -> None:
-        if hello.role is Role.DECODE:
-            settings = replace(settings, prefix_cache=False)  # a reservation cannot match a prefix yet
         self._settings = settings
         self._me = Peer(hello.worker, hello.epoch)
         self._parts = Parts(settings, hello.role, self._me)

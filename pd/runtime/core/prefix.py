@@ -101,8 +101,22 @@ class PrefixCache:
         table.pages.clear()
         table.num_shared = 0
 
+    def trim(self, table: PageTable, num_pages: int) -> None:
+        """Give back all but the first `num_pages` of what `match` found."""
+        rest = PageTable(table.pages[num_pages:])
+        del table.pages[num_pages:]
+        table.num_shared = min(table.num_shared, num_pages)
+        self.release(rest)
+
     def quarantine(self, table: PageTable) -> None:
-        """Set aside the pages of a table that nobody shares. It keeps their numbers for `readmit`."""
+        """Set aside a table's own pages, and give back those it shares: no peer was promised them.
+
+        It keeps the numbers of its own for `readmit`.
+        """
+        shared = PageTable(table.pages[: table.num_shared])
+        del table.pages[: table.num_shared]
+        table.num_shared = 0
+        self.release(shared)
         self.pool.quarantine(table.pages)
 
     def readmit(self, table: PageTable) -> None:

@@ -44,7 +44,7 @@ from pd.runtime.observe import RouterMetrics, log_stamp
 from pd.runtime.roles.process import StopSignals, new_epoch, setup_logging
 from pd.runtime.wire.link import Hub, LinkError
 from pd.runtime.wire.lock import Lock
-from pd.runtime.wire.messages import Beat, Hello, ModelCard, Role
+from pd.runtime.wire.messages import Beat, Hello, ModelCard, Reserved, Role
 from pd.runtime.wire.watch import Complaints
 
 log = logging.getLogger("pd.router")
@@ -160,6 +160,9 @@ class Router:
             case Beat(load=load):
                 self._metrics.beat(sender.name, load)
                 self._lives.setdefault(sender.name, sender)  # an idle worker says nothing else to a restarted router
+            case Reserved(ticket=ticket):
+                self._metrics.reserved(ticket)
+                self._lives.setdefault(sender.name, sender)
             case _:
                 self._lives.setdefault(sender.name, sender)
 

@@ -1,0 +1,46 @@
+"""The law, whatever way KV moves: answers stay those of transformers, and a prefix that decode holds is not sent."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.equality.cluster import Cluster, apart
+from tests.equality.conftest import COMMON, NUM_TOKENS, Case
+
+
+class Way(NamedTuple):
+    router: tuple[str, ...] = ()
+    prefill: tuple[str, ...] = ()
+    decode: tuple[str, ...] = ()
+
+
+WAYS = {
+    "larger pages": Way(prefill=("--tp", "2"), decode=("--page-size", "64", "--num-pages", "200")),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_answers_as_transformers_and_sends_no_prefix_twice(
+    cases: dict[str, Case], tmp_path: Path, way: str
+) -> None:
+    case, chosen = cases["qwen3"], WAYS[way]
+    options = {"router": chosen.router, "prefill": chosen.prefill, "decode": chosen.decode, "common": COMMON}
+    with apart(case.model, tmp_path, **options) as cluster:
+        assert cluster.generate_all(case.prompts, NUM_TOKENS) == case.answers  # 32 at once
+        assert counted(cluster, "pd_held_tokens_total") < sum(map(len, case.prompts)) / 10, "they have little in common"
+        for prompt, answer in zip(case.prompts[8:12], case.answers[8:12], strict=True):  # lengths 149, 32, 200, 97
+            assert cluster.generate(prompt + answer[:10], NUM_TOKENS - 10) == answer[10:], "a conversation's next turn"
+        held = counted(cluster, "pd_held_tokens_total")
+        assert held >= 128 + 192 + 64, "whole pages of 64 at the least"
+        for instance in cluster.wait_idle()["instances"]:
+            assert instance["num_free_pages"] == instance["num_pages"], instance
+
+
+def counted(cluster: Cluster, name: str) -> float:
+    match = re.search(rf"^{name} (\S+)$", cluster.get("/metrics")[1].decode(), re.MULTILINE)
+    assert match is not None, f"no metric {name}"
+    return float(match[1])
