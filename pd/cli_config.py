@@ -30,6 +30,8 @@ _WORDS = {
     "device": ("auto", "cpu", "cuda"),
     "kernels": ("auto", "triton", "torch"),
     "transfer": ("auto", "shm", "tcp", "nixl", "mooncake"),
+    "reserve": ("early", "late"),
+    "direction": ("push", "pull"),
 }
 _SHARED_COUNTS = ("page_size", "max_running", "max_prefill_tokens", "max_model_len")
 _OWN_COUNTS = ("tp", "num_pages", "threads")
@@ -50,7 +52,7 @@ _OF_INSTANCES = (
     *("max_running", "max_prefill_tokens", "max_model_len", "transfer", "transfer_devices", "transfer_param"),
 )
 """Options that say nothing to a router."""
-_OF_ROUTERS = ("api_key_file",)
+_OF_ROUTERS = ("api_key_file", "reserve", "direction")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*(?:([KMGT])i?B?|B)?", re.IGNORECASE)
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _ADDRESS = re.compile(r"tcp://(\[[0-9a-fA-F:]+\]|[A-Za-z0-9*][A-Za-z0-9.-]*|\*):(\d{1,5})")
@@ -70,7 +72,13 @@ def launch_config(options: LaunchOptions) -> InstanceConfig | RouterConfig:
     check_keys(options)
     _check_reach(options)
     if options.role == Role.ROUTER.value:
-        return RouterConfig(model=_model(options), link=_link(options), api_key_file=options.api_key_file)
+        return RouterConfig(
+            model=_model(options),
+            link=_link(options),
+            api_key_file=options.api_key_file,
+            reserve=options.reserve,
+            direction=options.direction,
+        )
     return InstanceConfig(
         role=Role(options.role),
         name=options.name or f"{options.role}-{socket.gethostname()}-{os.getpid()}",

@@ -100,6 +100,22 @@ class SharedOptions:
             rich_help_panel=_NETWORK,
         ),
     ] = None
+    reserve: Annotated[
+        str,
+        typer.Option(
+            metavar="early|late",
+            help="Decode takes pages before prefill begins, or when it is done.",
+            rich_help_panel=_NETWORK,
+        ),
+    ] = "early"
+    direction: Annotated[
+        str,
+        typer.Option(
+            metavar="push|pull",
+            help="Prefill writes KV while it computes, or decode reads it in the end.",
+            rich_help_panel=_NETWORK,
+        ),
+    ] = "push"
     host: Annotated[str, typer.Option(metavar="ADDRESS", help="Where to listen.", rich_help_panel=_NETWORK)] = (
         "127.0.0.1"
     )

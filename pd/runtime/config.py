@@ -129,6 +129,11 @@ class RouterConfig:
     request_s: float = 600.0
     """A whole answer."""
     max_attempts: int = 3
+    reserve: str = "early"
+    """early: decode takes pages before prefill begins, and KV comes while it computes. late: when prefill is done, so
+    that no page of decode waits for prefill's queue."""
+    direction: str = "push"
+    """push: prefill writes. pull: decode reads when all is computed, and prefill keeps its pages under a lease."""
     max_body_bytes: int = 8 << 20
     stream_buffer_tokens: int = 4096
     """Of one client that reads slowly; then its request is cancelled."""

@@ -6,6 +6,8 @@ Rules
 2. Each end gives up its own pages, in a FREE (or READMIT) and nowhere else.
 3. No end frees a page that a write may still touch. At the writing end DRAINED proves that none will; at the
    other end LANDED, FENCED or SEVERED does. Nothing else is a proof: not a deadline, not a vanished peer.
+4. Pulled KV is offered under a lease: prefill keeps it until RELEASED or the lease is over. Decode's own reads are
+   the only writes then, and what it read counts (LANDED) only if the offer is known to have stood that long.
 
     writing end  QUEUED ─start─► COMPUTING ─computed─► DRAINING ─drained─► DONE       says Landed
                  any of these ─stop | timeout─► STOPPING ─drained─► DONE              says Fenced
@@ -14,6 +16,17 @@ Rules
                  RESERVED ─cancel | timeout─► FENCING ─fenced | landed─► DONE         says Stop until answered
                  RESERVED, FENCING ─peer lost, or it does not answer─► SEVERING ─severed─► DONE
                  SEVERING ─unclean | timeout─► QUARANTINED ─severed | fenced | landed─► DONE    back to use
+
+Where decode reserves late, the ticket comes after the first token:
+
+    writing end  COMPUTING ─hold─► HOLDING ─computed─► DRAINING, or ─offer─► OFFERED
+
+Where decode pulls:
+
+    offering end COMPUTING | HOLDING ─offer─► OFFERED ─released | lease over─► DONE   says Ready, answers Renew
+                 OFFERED ─stop | peer lost─► WITHDRAWN ─released | lease over─► DONE
+    reading end  AWAITING ─ready─► READING ─landed─► DONE                             says Renew, then Released
+                 READING ─cancel | fenced | …─► DROPPING ─drained─► DONE              says Released
 """
 
 from __future__ import annotations
@@ -27,9 +40,14 @@ class Event(Enum):
     START = auto()  # writing end: the first chunk is planned
     CHUNK = auto()  # writing end: a chunk is planned; what it completes can be written after it
     COMPUTED = auto()  # writing end: the last chunk is done and its token known
-    DRAINED = auto()  # writing end: no write of this handoff is in flight or planned
+    DRAINED = auto()  # whose jobs they are: none of this handoff is in flight or planned
     STOP = auto()  # writing end: write no more (the peer asked, or it failed or ended here)
-    DOUBT = auto()  # writing end: a write failed, and bytes of it may land all the same
+    DOUBT = auto()  # whose jobs they are: one failed, and bytes of it may land all the same
+    HOLD = auto()  # writing end: computed, and no ticket yet
+    OFFER = auto()  # writing end: computed, and the ticket says that the peer reads
+    RENEW = auto()  # writing end: the peer reads still
+    RELEASED = auto()  # writing end: the peer has read it, or will not
+    READY = auto()  # other end: the peer's pages may be read
     LANDED = auto()  # other end: every page is here, with the first token
     FENCED = auto()  # other end: the writer promises that no write will come
     CANCEL = auto()  # other end: the pages are no longer wanted
@@ -50,6 +68,11 @@ class Effect(Enum):
     QUARANTINE = auto()  # set the pages aside: held by nobody, given to nobody
     READMIT = auto()  # quarantined pages are free again
     FREE = auto()
+    SEND_READY = auto()
+    SEND_RENEWED = auto()
+    SEND_RENEW = auto()
+    SEND_RELEASED = auto()
+    READ = auto()
 
 
 class OutboxState(Enum):
@@ -60,6 +83,9 @@ class OutboxState(Enum):
     DRAINING = auto()
     STOPPING = auto()
     ABANDONED = auto()
+    HOLDING = auto()  # computed; decode has no pages for it yet
+    OFFERED = auto()  # to be read, under a lease
+    WITHDRAWN = auto()  # may be read until the lease is over, and is not renewed
     DONE = auto()
 
 
@@ -70,6 +96,9 @@ class InboxState(Enum):
     FENCING = auto()
     SEVERING = auto()
     QUARANTINED = auto()
+    AWAITING = auto()  # nobody writes; what is to be read is not there yet
+    READING = auto()
+    DROPPING = auto()  # reads that nobody wants are under way
     DONE = auto()
 
 
@@ -100,6 +129,20 @@ OUTBOX: Table[OutboxState] = {
     (_O.STOPPING, _E.PEER_LOST): (_O.ABANDONED, ()),
     (_O.ABANDONED, _E.DRAINED): (_O.DONE, (_F.FREE,)),
     (_O.ABANDONED, _E.TIMEOUT): (_O.ABANDONED, (_F.SEVER,)),
+    (_O.COMPUTING, _E.HOLD): (_O.HOLDING, ()),
+    (_O.HOLDING, _E.CHUNK): (_O.HOLDING, (_F.WRITE,)),
+    (_O.HOLDING, _E.COMPUTED): (_O.DRAINING, ()),
+    (_O.HOLDING, _E.STOP): (_O.DONE, (_F.FREE,)),
+    (_O.HOLDING, _E.TIMEOUT): (_O.DONE, (_F.FREE,)),
+    (_O.COMPUTING, _E.OFFER): (_O.OFFERED, (_F.SEND_READY,)),
+    (_O.HOLDING, _E.OFFER): (_O.OFFERED, (_F.SEND_READY,)),
+    (_O.OFFERED, _E.RENEW): (_O.OFFERED, (_F.SEND_RENEWED,)),
+    (_O.OFFERED, _E.RELEASED): (_O.DONE, (_F.FREE,)),
+    (_O.OFFERED, _E.TIMEOUT): (_O.DONE, (_F.SEND_FENCED, _F.FREE)),
+    (_O.OFFERED, _E.STOP): (_O.WITHDRAWN, (_F.SEND_FENCED,)),
+    (_O.OFFERED, _E.PEER_LOST): (_O.WITHDRAWN, ()),
+    (_O.WITHDRAWN, _E.RELEASED): (_O.DONE, (_F.FREE,)),
+    (_O.WITHDRAWN, _E.TIMEOUT): (_O.DONE, (_F.FREE,)),
     (_O.DONE, _E.STOP): (_O.DONE, (_F.SEND_FENCED,)),  # it crossed our Landed or Fenced, or that was lost
 }
 
@@ -123,6 +166,20 @@ INBOX: Table[InboxState] = {
     (_I.QUARANTINED, _E.SEVERED): (_I.DONE, (_F.READMIT,)),
     (_I.QUARANTINED, _E.FENCED): (_I.DONE, (_F.READMIT,)),
     (_I.QUARANTINED, _E.LANDED): (_I.DONE, (_F.READMIT,)),
+    (_I.AWAITING, _E.READY): (_I.READING, (_F.READ, _F.SEND_RENEW)),
+    (_I.AWAITING, _E.FENCED): (_I.DONE, (_F.FREE,)),
+    (_I.AWAITING, _E.CANCEL): (_I.DONE, (_F.SEND_RELEASED, _F.FREE)),
+    (_I.AWAITING, _E.TIMEOUT): (_I.DONE, (_F.SEND_RELEASED, _F.FREE)),
+    (_I.AWAITING, _E.PEER_LOST): (_I.DONE, (_F.FREE,)),
+    (_I.READING, _E.REMIND): (_I.READING, (_F.SEND_RENEW,)),
+    (_I.READING, _E.LANDED): (_I.DONE, (_F.SEND_RELEASED, _F.ADMIT)),
+    (_I.READING, _E.FENCED): (_I.DROPPING, ()),
+    (_I.READING, _E.CANCEL): (_I.DROPPING, ()),
+    (_I.READING, _E.TIMEOUT): (_I.DROPPING, ()),
+    (_I.READING, _E.PEER_LOST): (_I.DROPPING, ()),
+    (_I.DROPPING, _E.DRAINED): (_I.DONE, (_F.SEND_RELEASED, _F.FREE)),
+    (_I.DROPPING, _E.DOUBT): (_I.SEVERING, (_F.SEVER,)),
+    (_I.DROPPING, _E.TIMEOUT): (_I.DROPPING, (_F.SEVER,)),  # makes the reads fail, and thereby end
 }
 
 

@@ -20,6 +20,11 @@ PERIOD = 96
 """Of so many seeds one is large and six are of medium size."""
 
 
+USUAL = ("early", "push")
+POLICIES = (USUAL, ("late", "push"), USUAL, ("early", "pull"), USUAL, ("late", "pull"))
+"""When decode reserves, and who moves KV: every other seed as most people run it."""
+
+
 class Frame(NamedTuple):
     """How much of everything."""
 
@@ -62,6 +67,7 @@ def scenario(seed: int, profile: Profile | None = None, size: Size | None = None
     is_shaky = profile not in (Profile.CALM, Profile.TIGHT)
     settled_at = frame.whole_at + (SETTLE_S if is_shaky else 0.0)
     probes_at = settled_at if size is Size.LARGE else frame.whole_at
+    reserve, direction = POLICIES[seed // len(PROFILES) % len(POLICIES)]
     return Scenario(
         seed,
         profile,
@@ -78,6 +84,8 @@ def scenario(seed: int, profile: Profile | None = None, size: Size | None = None
         max_prefill_tokens=rng.choice(frame.max_prefill_tokens),
         num_heads=2 if any(instance.num_ranks > 1 for instance in instances) else 1,
         is_encoded=seed % 4 == 0,
+        reserve=reserve,
+        direction=direction,
         clock_offsets={name: rng.choice((0.0, rng.uniform(0.0, 3600.0))) for name in ["router", *names]},
         clock_rates={name: rng.choice((1.0, rng.uniform(0.97, 1.03))) for name in ["router", *names]},
     )

@@ -15,12 +15,13 @@ from pd.runtime.core.answer import Answer, Piece
 from pd.runtime.core.attempts import Arrival, Attempts
 from pd.runtime.core.decode import DecodePart
 from pd.runtime.core.dispatch import Dispatch
-from pd.runtime.core.events import Abandon, Effect, End, Event, Peer
+from pd.runtime.core.events import Abandon, Effect, End, Event, Peer, Send
 from pd.runtime.core.flight import Flight
 from pd.runtime.core.inbox import Inboxes
 from pd.runtime.core.lives import Link, Links, Way
 from pd.runtime.core.member import Member
 from pd.runtime.core.membership import Membership
+from pd.runtime.core.offers import Offers
 from pd.runtime.core.outbox import Outboxes
 from pd.runtime.core.pages import PageTable
 from pd.runtime.core.prefill import PrefillPart
@@ -28,7 +29,19 @@ from pd.runtime.core.prefix import PrefixCache
 from pd.runtime.core.ranks import Tally
 from pd.runtime.core.router import RouterBrain
 from pd.runtime.core.timetable import Timetable
-from pd.runtime.wire.messages import Finish, Handle, Hello, Landed, Prefill, Reserve, Severed, Token, WriteDone
+from pd.runtime.wire.messages import (
+    Fenced,
+    Finish,
+    Handle,
+    Hello,
+    Landed,
+    Prefill,
+    Reserve,
+    Severed,
+    Ticket,
+    Token,
+    WriteDone,
+)
 from pd.transfer.handoff import INBOX, OUTBOX, InboxState, OutboxState
 from pd.transfer.handoff import Effect as Do
 from pd.transfer.handoff import Event as On
@@ -180,6 +193,18 @@ def write_by_any_ticket(patch: Patch) -> None:
     patch.setattr(PrefillPart, "_fault", take)
 
 
+def fence_what_is_not_held(patch: Patch) -> None:
+    deliver = Offers.deliver
+
+    def take(self: Offers, handle: Handle, ticket: Ticket, *, now: float) -> list[Effect]:
+        box = self._outboxes.find(handle)
+        if box is not None and box.state is not OutboxState.HOLDING:
+            return [Send(ticket.decode, Fenced(handle, "not held"))]
+        return deliver(self, handle, ticket, now=now)
+
+    patch.setattr(Offers, "deliver", take)
+
+
 def never_attach_again(patch: Patch) -> None:
     break_off = Links.break_off
 
@@ -272,6 +297,9 @@ FAULTS: dict[str, Plant] = {
     "a peer counts as severed when the first rank has done it": instead(Tally, "severed", severed_by_one_rank),
     "pages are promised whoever is to write them": promise_to_strangers,
     "decode holds for others what has not landed": hold_what_has_not_landed,
+    "pages are free while a read that is dropped goes on": inbox_rows(
+        {(InboxState.READING, On.CANCEL): FREED, (InboxState.READING, On.TIMEOUT): FREED}
+    ),
     # the writing end
     "Landed is said before the last write is done": outbox_rows(
         {(C, On.COMPUTED): (OutboxState.DONE, (Do.SEND_LANDED, Do.FREE))}
@@ -295,6 +323,7 @@ FAULTS: dict[str, Plant] = {
     "a broken way is never tried again": never_attach_again,
     "who was severed is attached again": instead(Links, "meet", meet_the_severed_again),
     "clocks of two hosts are compared": compare_clocks,
+    "a ticket that comes twice is fenced though its writes are under way": fence_what_is_not_held,
     # both
     "a repeated message begins its attempt again": instead(Attempts, "begin", lambda self, handle: Arrival.NEW),
     "a Stop that overtook its request is forgotten": instead(Attempts, "stop", lambda self, handle: None),

@@ -22,7 +22,9 @@ from pd.runtime.wire.messages import (
     StepDone,
     StepPlan,
     Token,
+    Transfer,
     WriteDone,
+    WriteJob,
 )
 from tests.cluster.clock import Clock
 from tests.cluster.model import kv_value, sample
@@ -88,7 +90,7 @@ class Ranks:
     def rank_of(self, head: int) -> int:
         return head * self._num_ranks // self.num_heads
 
-    def target_of(self, rank: int, peer: str) -> Ranks | None:
+    def peer_of(self, rank: int, peer: str) -> Ranks | None:
         """The attached life of that name, dead or alive; None if none is."""
         life = self._peers[rank].get(peer)
         return self._plane.find(life) if life is not None else None
@@ -99,7 +101,7 @@ class Ranks:
         for chunk in plan.chunks:
             self._take(chunk.pages, chunk.slot)
         writes = [
-            Write(job, rank, self, self.target_of(rank, job.peer), partial(self._written, rank, job.job))
+            Write(job, rank, self, self.peer_of(rank, job.peer), partial(self._ended, rank, job.job))
             for job in plan.writes
             for rank in range(self._num_ranks)
         ]
@@ -109,8 +111,12 @@ class Ranks:
         if len(self._plans) == 1:
             self._begin()
 
-    def order(self, message: Attach | Sever) -> None:
+    def order(self, message: Attach | Sever | Transfer) -> None:
         match message:
+            case Transfer(jobs=jobs, is_read=is_read):
+                for job in jobs:
+                    for rank in range(self._num_ranks):
+                        self._move(job, rank, is_read=is_read)
             case Attach(peer=peer, epoch=epoch):
                 for rank in range(self._num_ranks):
                     self._attach(rank, Peer(peer, epoch))
@@ -149,6 +155,11 @@ class Ranks:
         """Pages that writes of others may still reach."""
         return [page for write in self._plane.reaching(self) for page in write.job.dst_pages]
 
+    def _move(self, job: WriteJob, rank: int, *, is_read: bool) -> None:
+        write = Write(job, rank, self, self.peer_of(rank, job.peer), partial(self._ended, rank, job.job), is_read)
+        self._plane.plan(write)
+        self._clock.after(self._rng.expovariate(500.0), self._plane.start, write)
+
     def _take(self, pages: tuple[int, ...], slot: int) -> None:
         self._assert_out_of_reach(pages, f"given to slot {slot}")
         for page in pages:
@@ -158,7 +169,7 @@ class Ranks:
         for write in self._plane.reaching(self):
             for page in set(pages).intersection(write.job.dst_pages):
                 raise Violation(
-                    f"page {page} of {self.life} {what}; job {write.job.job} of {write.source.life} may write it"
+                    f"page {page} of {self.life} {what}; job {write.job.job} of {write.mover.life} may write it"
                 )
 
     def _begin(self) -> None:
@@ -235,7 +246,7 @@ class Ranks:
             del self._peers[rank][peer.name]
         self._answer(rank, Severed(*peer, clean=clean))
 
-    def _written(self, rank: int, job: int, error: str | None, may_land: bool) -> None:
+    def _ended(self, rank: int, job: int, error: str | None, may_land: bool) -> None:
         if self.is_alive:
             self._answer(rank, WriteDone(job, error, nbytes=0, seconds=0.0, may_land=may_land))
 

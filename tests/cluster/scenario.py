@@ -102,3 +102,5 @@ class Scenario:
     is_encoded: bool = False  # messages travel as bytes
     clock_offsets: dict[str, float] = field(default_factory=dict)
     clock_rates: dict[str, float] = field(default_factory=dict)
+    reserve: str = "early"  # the router's policies
+    direction: str = "push"

@@ -36,6 +36,8 @@ INSTANCE_DEADLINES = settings.Deadlines(
     draining_s=1.0,
     stopping_s=1.0,
     fencing_s=2.5,
+    holding_s=3.0,
+    lease_s=0.8,
     remind_s=0.2,
     sever_again_s=0.4,
     vanished_s=1.0,
@@ -213,7 +215,8 @@ class World:
 
     def _start_router(self) -> None:
         life = self._new_life(ROUTER)
-        config = RouterConfig(max_queue=64, queue_s=5.0, max_attempts=4)
+        told = self.scenario
+        config = RouterConfig(max_queue=64, queue_s=5.0, max_attempts=4, reserve=told.reserve, direction=told.direction)
         shell = self._shell(life, self._brains.router(config, life.epoch, ROUTER_DEADLINES))
         shell.tell = self._tell
         shell.start(self._rng)

@@ -1,5 +1,7 @@
 """One-sided writes between pools: they read when they land, they land late, and only severing stops them.
 
+A read is the same the other way: who begins it is who is written to. It ends with its process, and when it fails.
+
 The watch over pages is here too: a page that a write may still reach must not be given to anybody else.
 """
 
@@ -38,16 +40,25 @@ class Write:
 
     job: WriteJob
     rank: int
-    source: Ranks
-    target: Ranks | None  # None: no life of that name was attached
+    mover: Ranks  # whose rank it is
+    peer: Ranks | None  # None: no life of that name was attached
     ended: Ended
+    is_read: bool = False
     has_started: bool = False
     is_orphan: bool = False  # its end was told, or nobody is left to tell; the network still has it
     is_over: bool = False
     heads: tuple[int, ...] = field(default=())
 
     def __post_init__(self) -> None:
-        self.heads = tuple(self.source.heads_of(self.rank))
+        self.heads = tuple(self.mover.heads_of(self.rank))
+
+    @property
+    def source(self) -> Ranks | None:
+        return self.peer if self.is_read else self.mover
+
+    @property
+    def target(self) -> Ranks | None:
+        return self.mover if self.is_read else self.peer
 
 
 class DataPlane:
@@ -80,21 +91,21 @@ class DataPlane:
         if write.is_over:
             return
         write.has_started = True
-        write.target = write.source.target_of(write.rank, write.job.peer)
-        if write.target is None:
+        write.peer = write.mover.peer_of(write.rank, write.job.peer)
+        if write.peer is None:
             return self._end(write, f"{write.job.peer} is not attached")
-        if not write.target.is_alive:
+        if not write.peer.is_alive:
             return self._fail_or_hang(write, "the peer is dead")
         if self._is_severed(write):
             return self._fail_or_hang(write, "cut off by the peer")
-        if self.is_cut(write.source.life.name, write.job.peer):
+        if self.is_cut(write.mover.life.name, write.job.peer):
             self.happened["write cut off"] += 1
             return self._fail_or_hang(write, "no way to the peer")
         self._renew(write)
         if rng.random() < self.odds.write_error:
             self.happened["write error"] += 1
             return self._clock.after(rng.uniform(0.0, 0.05), self._break, write)
-        seconds = rng.expovariate(1.0 / self.odds.write_s) * write.source.slowness()
+        seconds = rng.expovariate(1.0 / self.odds.write_s) * write.mover.slowness()
         if rng.random() < self.odds.spike:
             seconds += rng.uniform(0.0, 0.6)
         tokens = range(write.job.start, write.job.stop)
@@ -107,45 +118,47 @@ class DataPlane:
         self._clock.after(seconds, self._finish, write, middle)
 
     def sever_outward(self, source: Ranks, rank: int, peer: Peer) -> None:
-        """A rank cuts a peer off: its own writes to it fail, and move no more."""
-        for write in [w for w in self._open if w.source is source and w.rank == rank and w.has_started]:
-            if write.target is not None and write.target.life == peer:
+        """A rank cuts a peer off: its own jobs with it fail, and move no more."""
+        for write in [w for w in self._open if w.mover is source and w.rank == rank and w.has_started]:
+            if write.peer is not None and write.peer.life == peer:
                 self._lose(write, "severed here")
 
     def sever_inward(self, target: Ranks, peer: Peer) -> bool:
         """Whether nothing of `peer` can write into these pools any more."""
         if self.can_sever:
             return True
-        is_writing = any(w.target is target and w.source.life == peer for w in self._open)
+        is_writing = any(w.peer is target and not w.is_read and w.mover.life == peer for w in self._open)
         return not self.find(peer).is_alive and not is_writing
 
     def lose_process(self, ranks: Ranks) -> None:
         """A process dies. What its network card has begun may land all the same, for a while."""
-        for write in [w for w in self._open if w.source is ranks]:
-            if not write.has_started or self._rng.random() < 0.2:
+        for write in [w for w in self._open if w.mover is ranks]:
+            if write.is_read or not write.has_started or self._rng.random() < 0.2:
                 self._end(write, None)
             else:
                 write.is_orphan = True
                 self._clock.after(self._rng.uniform(0.0, 2.5), self._land_last, write)
-        for write in [w for w in self._open if w.target is ranks and w.has_started]:
+        for write in [w for w in self._open if w.peer is ranks and w.has_started]:
             self._fail_or_hang(write, "the peer died")
 
     def reaching(self, target: Ranks) -> Iterator[Write]:
         """Writes that may still reach pages of it."""
         for write in self._open:
-            if write.target is target and not self._is_severed(write):
+            if write.target is target and (write.is_read or not self._is_severed(write)):
                 yield write
 
     def is_moving(self, ranks: Ranks) -> bool:
         """Bytes are under way from or to these."""
-        return any(write.has_started and ranks in (write.source, write.target) for write in self._open)
+        return any(write.has_started and ranks in (write.mover, write.peer) for write in self._open)
 
     def num_open(self) -> int:
         return len(self._open)
 
     def _land(self, write: Write, tokens: range) -> None:
         target, source, job = write.target, write.source, write.job
-        if write.is_over or target is None or not target.is_alive or self._is_severed(write):
+        if write.is_over or target is None or source is None or not target.is_alive or self._is_severed(write):
+            return
+        if write.is_read and not source.is_alive:
             return
         for token in tokens:
             page = job.dst_pages[(token - job.start) // target.page_size]
@@ -160,7 +173,7 @@ class DataPlane:
     def _finish(self, write: Write, tokens: range) -> None:
         if write.is_over or write.is_orphan:
             return
-        if write.target is not None and (not write.target.is_alive or self._is_severed(write)):
+        if write.peer is not None and (not write.peer.is_alive or self._is_severed(write)):
             return self._fail_or_hang(write, "cut off by the peer")
         self._land(write, tokens)
         self._end(write, None)
@@ -175,9 +188,9 @@ class DataPlane:
     def _break(self, write: Write) -> None:
         if write.is_over or write.is_orphan:
             return
-        if self._rng.random() < self.odds.unreachable and write.target is not None:
+        if self._rng.random() < self.odds.unreachable and write.peer is not None:
             self._lose(write, "injected: peer lost")
-            write.source.say_unreachable(write.rank, write.target.life)
+            write.mover.say_unreachable(write.rank, write.peer.life)
         else:
             self._end(write, "injected")
 
@@ -188,7 +201,7 @@ class DataPlane:
         """
         if write.is_orphan:
             return
-        if not self.can_sever or self._rng.random() < 0.3:
+        if write.is_read or not self.can_sever or self._rng.random() < 0.3:
             self._end(write, error)
             return
         write.is_orphan = True
@@ -197,8 +210,8 @@ class DataPlane:
 
     def _renew(self, write: Write) -> None:
         """The peer has confirmed a connection before the first byte moves: what lower ones had is over."""
-        for other in [w for w in self._open if w.is_orphan and w.source is write.source]:
-            if other.target is write.target and other.rank == write.rank:
+        for other in [w for w in self._open if w.is_orphan and w.mover is write.mover]:
+            if other.peer is write.peer and other.rank == write.rank:
                 self._end(other, None)
 
     def _fail_or_hang(self, write: Write, why: str) -> None:
@@ -214,7 +227,5 @@ class DataPlane:
             write.ended(error, False)
 
     def _is_severed(self, write: Write) -> bool:
-        target = write.target
-        return target is not None and any(
-            write.source.life in target.severed[target.rank_of(head)] for head in write.heads
-        )
+        peer = write.peer
+        return peer is not None and any(write.mover.life in peer.severed[peer.rank_of(head)] for head in write.heads)

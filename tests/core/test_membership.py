@@ -235,7 +235,7 @@ def test_state_tells_who_lives_and_is_plain() -> None:
     decoding(bench, "a")
     bench.wait(0.1)
     state = bench.brain.state()
-    assert state["requests"] == {"queued": 0, "reserving": 0, "prefilling": 0, "decoding": 1}
+    assert state["requests"] == {"queued": 0, "reserving": 0, "prefilling": 0, "handing": 0, "decoding": 1}
     instances = state["instances"]
     assert isinstance(instances, list)
     assert [(each["name"], each["standing"], each["num_assigned"]) for each in instances] == [

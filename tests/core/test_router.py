@@ -458,4 +458,10 @@ def test_ten_thousand_requests_cost_a_tick_nothing() -> None:
         bench.now += 0.01
         looked += len(bench.brain.on(Tick(), bench.now))
     assert len(answers) == 10_000 and looked == 0
-    assert bench.brain.state()["requests"] == {"queued": 0, "reserving": 10_000, "prefilling": 0, "decoding": 0}
+    assert bench.brain.state()["requests"] == {
+        "queued": 0,
+        "reserving": 10_000,
+        "prefilling": 0,
+        "handing": 0,
+        "decoding": 0,
+    }

@@ -18,8 +18,13 @@ class Way(NamedTuple):
     decode: tuple[str, ...] = ()
 
 
+LARGER = ("--page-size", "64", "--num-pages", "200")
+LATE, PULL = ("--reserve", "late"), ("--direction", "pull")
 WAYS = {
-    "larger pages": Way(prefill=("--tp", "2"), decode=("--page-size", "64", "--num-pages", "200")),
+    "early push, larger pages": Way(prefill=("--tp", "2"), decode=LARGER),
+    "late push": Way(LATE, decode=("--tp", "2")),
+    "early pull, smaller pages, tcp": Way(PULL, prefill=(*LARGER, "--transfer", "tcp"), decode=("--transfer", "tcp")),
+    "late pull": Way((*LATE, *PULL), prefill=("--tp", "3"), decode=("--tp", "2")),
 }
 
 

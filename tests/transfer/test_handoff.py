@@ -28,6 +28,13 @@ O, I, E, F = OutboxState, InboxState, Event, Effect  # noqa: E741
         ((E.START, E.PEER_LOST, E.STOP, E.DRAINED), O.DONE, (F.FREE,)),
         ((E.START, E.COMPUTED, E.PEER_LOST, E.TIMEOUT, E.DRAINED), O.DONE, (F.SEVER, F.FREE)),
         ((E.START, E.STOP, E.PEER_LOST, E.DRAINED), O.DONE, (F.FREE,)),
+        ((E.START, E.HOLD, E.CHUNK, E.COMPUTED, E.DRAINED), O.DONE, (F.WRITE, F.SEND_LANDED, F.FREE)),
+        ((E.START, E.HOLD, E.STOP), O.DONE, (F.FREE,)),
+        ((E.START, E.HOLD, E.TIMEOUT), O.DONE, (F.FREE,)),
+        ((E.START, E.OFFER, E.RENEW, E.RELEASED), O.DONE, (F.SEND_READY, F.SEND_RENEWED, F.FREE)),
+        ((E.START, E.HOLD, E.OFFER, E.TIMEOUT), O.DONE, (F.SEND_READY, F.SEND_FENCED, F.FREE)),
+        ((E.START, E.OFFER, E.STOP, E.RENEW, E.STOP), O.WITHDRAWN, (F.SEND_READY, F.SEND_FENCED)),
+        ((E.START, E.OFFER, E.PEER_LOST, E.TIMEOUT), O.DONE, (F.SEND_READY, F.FREE)),
         ((E.START, E.COMPUTED, E.DRAINED, E.STOP), O.DONE, (F.SEND_LANDED, F.FREE, F.SEND_FENCED)),
     ],
 )
@@ -63,35 +70,63 @@ def test_the_end_that_is_written(events: tuple[Event, ...], state: InboxState, e
     assert run_inbox(events) == (state, effects)
 
 
+@pytest.mark.parametrize(
+    ("events", "state", "effects"),
+    [
+        ((E.READY, E.REMIND, E.LANDED), I.DONE, (F.READ, F.SEND_RENEW, F.SEND_RENEW, F.SEND_RELEASED, F.ADMIT)),
+        ((E.CANCEL,), I.DONE, (F.SEND_RELEASED, F.FREE)),
+        ((E.FENCED,), I.DONE, (F.FREE,)),
+        ((E.PEER_LOST,), I.DONE, (F.FREE,)),
+        ((E.READY, E.CANCEL, E.LANDED, E.DRAINED), I.DONE, (F.READ, F.SEND_RENEW, F.SEND_RELEASED, F.FREE)),
+        ((E.READY, E.FENCED, E.TIMEOUT), I.DROPPING, (F.READ, F.SEND_RENEW, F.SEVER)),
+        ((E.READY, E.TIMEOUT, E.DOUBT, E.SEVERED), I.DONE, (F.READ, F.SEND_RENEW, F.SEVER, F.FREE)),
+    ],
+)
+def test_the_end_that_reads(events: tuple[Event, ...], state: InboxState, effects: tuple[Effect, ...]) -> None:
+    assert run_inbox(events, I.AWAITING) == (state, effects)
+
+
 def test_the_writing_end_lets_go_only_when_no_write_is_open() -> None:
     for (state, event), (_, effects) in OUTBOX.items():
         if F.FREE in effects:
-            assert event is E.DRAINED or state is O.QUEUED, f"{state} frees on {event}"
+            writes_nothing = state in (O.QUEUED, O.HOLDING, O.OFFERED, O.WITHDRAWN)
+            assert event is E.DRAINED or writes_nothing, f"{state} frees on {event}"
+
+
+def test_what_is_offered_is_kept_until_it_is_released_or_its_lease_is_over() -> None:
+    for (state, event), (_, effects) in OUTBOX.items():
+        if state in (O.OFFERED, O.WITHDRAWN) and F.FREE in effects:
+            assert event in (E.RELEASED, E.TIMEOUT), f"{state} frees on {event}"
 
 
 def test_the_written_end_lets_go_only_on_a_proof() -> None:
     for (state, event), (_, effects) in INBOX.items():
         if {F.FREE, F.READMIT, F.ADMIT} & set(effects):
-            assert event in (E.LANDED, E.FENCED, E.SEVERED), f"{state} lets go on {event}"
+            is_proof = event in (E.LANDED, E.FENCED, E.SEVERED)
+            nobody_writes = state is I.AWAITING or (state, event) == (I.DROPPING, E.DRAINED)
+            assert is_proof or nobody_writes, f"{state} lets go on {event}"
 
 
 def test_whatever_happens_pages_are_let_go_exactly_once_and_only_at_the_end() -> None:
-    ours = (E.START, E.CHUNK, E.COMPUTED, E.DRAINED, E.STOP, E.TIMEOUT, E.PEER_LOST)
+    ours = (E.START, E.CHUNK, E.COMPUTED, E.HOLD, E.OFFER, E.DRAINED, E.RELEASED, E.STOP, E.TIMEOUT, E.PEER_LOST)
     theirs = (E.LANDED, E.FENCED, E.CANCEL, E.REMIND, E.SEVERED, E.UNCLEAN, E.TIMEOUT, E.PEER_LOST)
+    reading = (E.READY, E.LANDED, E.FENCED, E.CANCEL, E.DRAINED, E.DOUBT, E.SEVERED, E.TIMEOUT, E.PEER_LOST)
     for events in itertools.product(ours, repeat=5):
         outbox, effects = run_outbox(events)
         assert effects.count(F.FREE) == (outbox is O.DONE), events
-    for events in itertools.product(theirs, repeat=4):
-        inbox, effects = run_inbox(events)
+    runs = [(I.RESERVED, events) for events in itertools.product(theirs, repeat=4)]
+    runs += [(I.AWAITING, events) for events in itertools.product(reading, repeat=4)]
+    for start, events in runs:
+        inbox, effects = run_inbox(events, start)
         let_go = sum(effects.count(effect) for effect in (F.FREE, F.READMIT, F.ADMIT))
         assert let_go == (inbox is I.DONE), events
         assert effects.count(F.READMIT) <= effects.count(F.QUARANTINE) <= 1, events
 
 
 def test_every_state_that_waits_for_others_has_a_way_out_by_its_deadline() -> None:
-    for outbox in (O.QUEUED, O.COMPUTING, O.DRAINING, O.STOPPING, O.ABANDONED):
+    for outbox in set(O) - {O.DONE}:
         assert (outbox, E.TIMEOUT) in OUTBOX, outbox
-    for inbox in (I.RESERVED, I.FENCING, I.SEVERING):
+    for inbox in set(I) - {I.DONE, I.QUARANTINED}:
         assert (inbox, E.TIMEOUT) in INBOX, inbox
     assert (I.QUARANTINED, E.REMIND) in INBOX
 
@@ -104,8 +139,8 @@ def run_outbox(events: tuple[Event, ...]) -> tuple[OutboxState, tuple[Effect, ..
     return state, done
 
 
-def run_inbox(events: tuple[Event, ...]) -> tuple[InboxState, tuple[Effect, ...]]:
-    state, done = I.RESERVED, ()
+def run_inbox(events: tuple[Event, ...], start: InboxState = I.RESERVED) -> tuple[InboxState, tuple[Effect, ...]]:
+    state, done = start, ()
     for event in events:
         state, effects = step(INBOX, state, event)
         done += effects

@@ -23,6 +23,7 @@ class State(enum.Enum):
     QUEUED = "queued"  # no pair could take it yet
     RESERVING = "reserving"  # decode was asked for pages
     PREFILLING = "prefilling"  # until the first token
+    HANDING = "handing"  # the first token is out, and only now decode was asked for pages
     DECODING = "decoding"  # from the first token on, the handoff included
     ENDED = "ended"
 
@@ -31,6 +32,7 @@ class Move(enum.Enum):
     RESERVE = enum.auto()
     PREFILL = enum.auto()
     FIRST_TOKEN = enum.auto()
+    DELIVER = enum.auto()  # decode has pages, and prefill was told which
     REPEAT = enum.auto()  # the attempt came to nothing; the next waits for a pair
     END = enum.auto()
 
@@ -41,6 +43,10 @@ MOVES: dict[tuple[State, Move], State] = {
     (S.QUEUED, M.PREFILL): S.PREFILLING,  # colocated, or one token is all
     (S.RESERVING, M.PREFILL): S.PREFILLING,
     (S.PREFILLING, M.FIRST_TOKEN): S.DECODING,
+    (S.DECODING, M.RESERVE): S.HANDING,
+    (S.HANDING, M.DELIVER): S.DECODING,
+    (S.HANDING, M.REPEAT): S.QUEUED,
+    (S.HANDING, M.END): S.ENDED,
     (S.RESERVING, M.REPEAT): S.QUEUED,
     (S.PREFILLING, M.REPEAT): S.QUEUED,
     (S.DECODING, M.REPEAT): S.QUEUED,
@@ -119,6 +125,11 @@ class Answer:
         return Handle(self.request_id, self.attempt)
 
     @property
+    def is_apart(self) -> bool:
+        """Two instances serve this attempt, and the first still has to hand it off."""
+        return self.prefill is not None and self.decode is not None and self.prefill is not self.decode
+
+    @property
     def num_left(self) -> int:
         return self.limit - len(self.known)
 
@@ -135,7 +146,7 @@ class Answer:
     def stage(self) -> Stage:
         """Where the request is, in a person's word."""
         match self.state:
-            case State.RESERVING:
+            case State.RESERVING | State.HANDING:
                 return Stage.RESERVE
             case State.PREFILLING:
                 return Stage.PREFILL

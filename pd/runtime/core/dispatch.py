@@ -19,7 +19,7 @@ from pd.runtime.core.membership import Membership
 from pd.runtime.core.placement import Pair, fits_nowhere
 from pd.runtime.core.timetable import Timetable
 from pd.runtime.core.waiting import Waiting
-from pd.runtime.wire.messages import Cancel, Handle, Prefill, Refused, Reserve, Role, Stage, Ticket
+from pd.runtime.wire.messages import Cancel, Deliver, Handle, Prefill, Refused, Reserve, Role, Stage, Ticket
 
 RETRY_AFTER_S = 1.0
 """What a client is told: about what a restarted instance or a finished request takes."""
@@ -78,12 +78,20 @@ class Dispatch:
             return None
         return answer if member is answer.decode or member is answer.prefill else None
 
-    def begin_prefill(self, answer: Answer, ticket: Ticket | None, now: float) -> None:
+    def instruct(self, answer: Answer, ticket: Ticket | None, now: float) -> None:
+        """Have prefill compute, by a ticket or for one to come; or hand off what it holds."""
         assert answer.prefill is not None
-        answer.move(Move.PREFILL)
-        seconds = self._deadlines.prefill_s
-        tokens = tuple(answer.known)
-        message = Prefill(answer.handle, tokens, answer.num_prompt, answer.sampling, ticket, seconds)
+        message: Prefill | Deliver
+        if answer.state is State.HANDING and ticket is not None:
+            answer.move(Move.DELIVER)
+            seconds = self._deadlines.land_s
+            message = Deliver(answer.handle, ticket)
+        else:
+            hands_off = ticket is None and answer.is_apart
+            answer.move(Move.PREFILL)
+            seconds = self._deadlines.prefill_s
+            tokens = tuple(answer.known)
+            message = Prefill(answer.handle, tokens, answer.num_prompt, answer.sampling, ticket, seconds, hands_off)
         self._effects.append(Send(answer.prefill.name, message))
         self._watch(answer, now + seconds)
 
@@ -101,6 +109,8 @@ class Dispatch:
                 answer.computed()
                 self._effects.append(Stamp(str(answer.handle), "first_token"))
                 self._watch(answer, now + self._deadlines.land_s)
+                if piece.finish is None and answer.is_apart and self._config.reserve == "late":
+                    self._reserve(answer, now)
             if piece.finish is not None:
                 knows = member if answer.finish is not None else None
                 self.end(answer, piece.finish.value, now, knows=knows)
@@ -205,20 +215,27 @@ class Dispatch:
         answer.begin(pair.prefill, pair.decode or alone)
         names = pair.prefill.name if pair.decode is None else f"{pair.prefill.name} {pair.decode.name}"
         self._effects.append(Stamp(str(answer.handle), "placed", names))
-        if pair.decode is None:
-            self.begin_prefill(answer, None, now)
-            return
+        if pair.decode is None or self._config.reserve == "late":
+            self.instruct(answer, None, now)
+        else:
+            self._reserve(answer, now)
+
+    def _reserve(self, answer: Answer, now: float) -> None:
+        """Ask decode for pages: before prefill begins, or when it is done."""
+        assert answer.prefill is not None and answer.decode is not None
         answer.move(Move.RESERVE)
         limits = self._deadlines
+        prefill_s = 0.0 if answer.state is State.HANDING else limits.prefill_s
         reserve = Reserve(
             answer.handle,
-            tuple(answer.known),
+            tuple(answer.known[: answer.started_at]),
             answer.num_prompt,
             answer.sampling,
-            *pair.prefill.peer,
-            deadline_s=limits.reserve_s + limits.prefill_s + limits.land_s,
+            *answer.prefill.peer,
+            deadline_s=limits.reserve_s + prefill_s + limits.land_s,
+            is_pull=self._config.direction == "pull",
         )
-        self._effects.append(Send(pair.decode.name, reserve))
+        self._effects.append(Send(answer.decode.name, reserve))
         self._watch(answer, now + limits.reserve_s)
 
     def _cancel(self, answer: Answer, reason: str, knows: Member | None = None) -> None:

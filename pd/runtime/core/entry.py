@@ -42,7 +42,7 @@ def misfit(message: Prefill, limit: int, *, settings: BrainSettings, decodes: bo
         return Fault(Stage.QUEUE, reason, False)
     if decodes and message.ticket is not None:
         return Fault(Stage.RESERVE, "a colocated instance hands nothing off; it got a ticket", True)
-    if not decodes and message.ticket is None and limit > num_tokens + 1:
+    if not decodes and message.ticket is None and not message.hands_off and limit > num_tokens + 1:
         return Fault(Stage.RESERVE, "a prefill instance decodes nothing; it got no ticket", True)
     return None
 

@@ -17,6 +17,7 @@ from pd.runtime.wire.messages import (
     Sever,
     StepPlan,
     Token,
+    Transfer,
 )
 
 ROUTER = "router"
@@ -94,7 +95,7 @@ class Launch:
 class Order:
     """To every rank, outside the sequence of steps."""
 
-    message: Attach | Sever
+    message: Attach | Sever | Transfer
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,23 +15,29 @@ from dataclasses import dataclass
 
 from pd.runtime.core.decode import DecodePart
 from pd.runtime.core.entry import never_fits, pages_to_promise
-from pd.runtime.core.events import ROUTER, Effect, Exit, Peer, Send, Stamp
+from pd.runtime.core.events import ROUTER, Effect, Exit, Order, Peer, Send, Stamp
 from pd.runtime.core.lives import Links
 from pd.runtime.core.pages import PageTable, num_pages_for
 from pd.runtime.core.prefix import PrefixCache
 from pd.runtime.core.request import Phase, Request, limit_of
-from pd.runtime.core.settings import BrainSettings
+from pd.runtime.core.settings import BrainSettings, Deadlines
 from pd.runtime.wire.messages import (
     Failed,
     Handle,
     Landed,
+    Ready,
     Refused,
+    Released,
+    Renew,
     Reserve,
     Reserved,
     Severed,
     Stage,
     Stop,
     Ticket,
+    Token,
+    Transfer,
+    WriteJob,
 )
 from pd.transfer import handoff
 from pd.transfer.handoff import INBOX, Event, InboxState
@@ -46,7 +52,52 @@ class Inbox:
     deadline: float
     remind_at: float = 0.0
     state: InboxState = InboxState.RESERVED
-    landed: Landed | None = None
+    first: Token | None = None
+    ready: Ready | None = None  # what of the peer's is to be read
+    num_open: int = 0  # reads
+    is_doubtful: bool = False  # a read has failed, and bytes of it may land
+    read_at: float | None = None  # when the last read was done
+    proven_until: float = -math.inf  # the peer's offer is known to stand so long
+
+    @property
+    def is_wanted(self) -> bool:
+        """Not landed, and not given up."""
+        return self.state in (InboxState.RESERVED, InboxState.AWAITING, InboxState.READING)
+
+    @property
+    def drained(self) -> Event:
+        """What it is that no read is under way."""
+        return Event.DOUBT if self.is_doubtful else Event.DRAINED
+
+
+class ReadJobs:
+    """The reads that are open: given to the ranks, and not ended by all of them."""
+
+    def __init__(self) -> None:
+        self._inboxes: dict[int, Inbox] = {}
+        self._last_job = 0
+
+    def begin(self, inbox: Inbox, page_size: int) -> WriteJob:
+        """All that the peer offers, into the pages that are not held."""
+        assert inbox.ready is not None, "nothing is offered"
+        self._last_job += 1
+        self._inboxes[self._last_job] = inbox
+        inbox.num_open += 1
+        shared, stop = inbox.table.num_shared, len(inbox.reserve.tokens)
+        ours = tuple(inbox.table.pages[shared : num_pages_for(stop, page_size)])
+        return WriteJob(self._last_job, inbox.life.name, shared * page_size, stop, inbox.ready.pages, ours)
+
+    def end(self, job: int) -> Inbox:
+        inbox = self._inboxes.pop(job)
+        inbox.num_open -= 1
+        return inbox
+
+    def is_open(self, job: int) -> bool:
+        return job in self._inboxes
+
+    def has_open(self, peer: str) -> bool:
+        """Of any life of `peer`."""
+        return any(inbox.life.name == peer for inbox in self._inboxes.values())
 
 
 class Inboxes:
@@ -59,9 +110,15 @@ class Inboxes:
         self._decode = decode
         self._inboxes: dict[Handle, Inbox] = {}
         self._links = links
+        self.reads = ReadJobs()
 
     def __iter__(self) -> Iterator[Inbox]:
         return iter(list(self._inboxes.values()))
+
+    def find(self, handle: Handle, life: Peer) -> Inbox | None:
+        """What waits for that life's KV."""
+        inbox = self._inboxes.get(handle)
+        return inbox if inbox is not None and inbox.life == life else None
 
     def reserve(self, message: Reserve, now: float) -> list[Effect]:
         """Promise pages, or say at once why not."""
@@ -72,46 +129,48 @@ class Inboxes:
         taken = refused or self._take(message, limit, life)
         if isinstance(taken, Refused):
             return [Send(ROUTER, taken), Stamp(str(handle), "refused", taken.reason)]
-        self._inboxes[handle] = Inbox(message, life, limit, taken, now + message.deadline_s)
+        inbox = self._inboxes[handle] = Inbox(message, life, limit, taken, now + message.deadline_s)
+        if message.is_pull:
+            inbox.state = InboxState.AWAITING
         written = taken.pages[taken.num_shared : num_pages_for(len(message.tokens), size)]
         held = taken.num_shared * size
-        ticket = Ticket(self._me.name, self._me.epoch, tuple(written), held, life.epoch)
+        ticket = Ticket(*self._me, tuple(written), held, life.epoch, message.is_pull)
         return [Send(ROUTER, Reserved(handle, ticket)), Stamp(str(handle), "reserved", f"{held} tokens held")]
 
     def landed(self, sender: Peer, message: Landed, *, now: float) -> list[Effect] | None:
         """None if no such handoff waits for it."""
-        inbox = self._inboxes.get(message.handle)
-        if inbox is None or inbox.life != sender or message.position != len(inbox.reserve.tokens):
+        inbox = self.find(message.handle, sender)
+        if inbox is None or message.position != len(inbox.reserve.tokens):
             return None
-        inbox.landed = message
-        return self._move(inbox, Event.LANDED, now=now)
+        inbox.first = message.token
+        return self.move(inbox, Event.LANDED, now=now)
 
     def fenced(self, sender: Peer, handle: Handle, *, now: float) -> list[Effect] | None:
         """None if no such handoff waits for it."""
-        inbox = self._inboxes.get(handle)
-        if inbox is None or inbox.life != sender:
-            return None
-        return self._move(inbox, Event.FENCED, now=now)
+        inbox = self.find(handle, sender)
+        return self.move(inbox, Event.FENCED, now=now) if inbox is not None else None
 
     def cancel(self, handle: Handle, reason: str, *, now: float) -> list[Effect] | None:
         """The pages are no longer wanted. None if none are promised."""
         inbox = self._inboxes.get(handle)
-        return self._move(inbox, Event.CANCEL, now=now) if inbox else None
+        return self.move(inbox, Event.CANCEL, now=now) if inbox else None
 
     def lose(self, life: Peer, now: float) -> list[Effect]:
         """That life of a prefill instance is over."""
         effects: list[Effect] = []
         reason = f"prefill instance {life.name} is lost"
-        for inbox in self._of(life):
-            effects += self._fail(inbox, Event.PEER_LOST, reason=reason, now=now)
+        for inbox in self:
+            if inbox.life == life:
+                effects += self.fail(inbox, Event.PEER_LOST, reason=reason, now=now)
         return effects
 
     def severed(self, answer: Severed, now: float) -> list[Effect]:
         """All ranks have answered a Sever."""
         life = Peer(answer.peer, answer.epoch)
         effects: list[Effect] = []
-        for inbox in self._of(life):
-            effects += self._move(inbox, Event.SEVERED if answer.clean else Event.UNCLEAN, now=now)
+        for inbox in self:
+            if inbox.life == life:
+                effects += self.move(inbox, Event.SEVERED if answer.clean else Event.UNCLEAN, now=now)
         return effects
 
     def sweep(self, now: float) -> list[Effect]:
@@ -120,9 +179,9 @@ class Inboxes:
         for inbox in self:
             if inbox.state is not InboxState.QUARANTINED and now >= inbox.deadline:
                 reason = f"not landed within {inbox.reserve.deadline_s:g} s"
-                effects += self._fail(inbox, Event.TIMEOUT, reason=reason, now=now)
+                effects += self.fail(inbox, Event.TIMEOUT, reason=reason, now=now)
             elif now >= inbox.remind_at:
-                effects += self._move(inbox, Event.REMIND, now=now)
+                effects += self.move(inbox, Event.REMIND, now=now)
         num_quarantined = self._pages.pool.num_quarantined
         if num_quarantined > self._settings.num_pages // 2:
             effects.append(Exit(f"{num_quarantined} pages are quarantined: start again", failed=True))
@@ -136,9 +195,6 @@ class Inboxes:
             for page in inbox.table.pages:
                 is_referenced = self._pages.pool.is_referenced(page)
                 assert is_referenced is not is_quarantined, f"page {page} of {handle} is free under a write"
-
-    def _of(self, life: Peer) -> list[Inbox]:
-        return [inbox for inbox in self._inboxes.values() if inbox.life == life]
 
     def _not_now(self, message: Reserve, life: Peer) -> Refused | None:
         """Why it cannot be served now, whatever the pages."""
@@ -166,44 +222,53 @@ class Inboxes:
         reason = f"{num_pages} pages are needed, {num_available} are free"
         return Refused(message.handle, reason, self._settings.deadlines.retry_after_s)
 
-    def _fail(self, inbox: Inbox, event: Event, *, reason: str, now: float) -> list[Effect]:
+    def fail(self, inbox: Inbox, event: Event, *, reason: str, now: float) -> list[Effect]:
         """Move on `event`; the first time, that is the end of the attempt and the router is told."""
         effects: list[Effect] = []
-        if inbox.state is InboxState.RESERVED:
+        if inbox.is_wanted:
             handle = inbox.reserve.handle
             effects.append(Send(ROUTER, Failed(handle, Stage.TRANSFER, reason, retryable=True)))
             effects.append(Stamp(str(handle), "failed", reason))
-        return effects + self._move(inbox, event, now=now)
+        return effects + self.move(inbox, event, now=now)
 
-    def _move(self, inbox: Inbox, event: Event, *, now: float) -> list[Effect]:
+    def move(self, inbox: Inbox, event: Event, *, now: float) -> list[Effect]:
         before = inbox.state
         inbox.state, todo = handoff.step(INBOX, before, event)
-        if inbox.state is not before:
-            inbox.deadline = now + self._settings.deadlines.fencing_s
+        if inbox.state is not before or handoff.Effect.SEVER in todo:
+            inbox.deadline = now + _patience(inbox.state, self._settings.deadlines)
         is_quarantined = inbox.state is InboxState.QUARANTINED
         deadlines = self._settings.deadlines
         inbox.remind_at = now + (deadlines.sever_again_s if is_quarantined else deadlines.remind_s)
         effects: list[Effect] = []
         for effect in todo:
-            effects += self._do(inbox, effect)
+            effects += self._do(inbox, effect, now=now)
         if inbox.state is InboxState.DONE:
             del self._inboxes[inbox.reserve.handle]
+        elif inbox.state is InboxState.DROPPING and not inbox.num_open and event is not Event.DRAINED:
+            effects += self.move(inbox, inbox.drained, now=now)
         return effects
 
-    def _do(self, inbox: Inbox, effect: handoff.Effect) -> list[Effect]:
+    def _do(self, inbox: Inbox, effect: handoff.Effect, *, now: float) -> list[Effect]:
+        handle, peer = inbox.reserve.handle, inbox.life.name
         match effect:
             case handoff.Effect.ADMIT:
                 return self._admit(inbox)
             case handoff.Effect.SEND_STOP:
-                return [Send(inbox.life.name, Stop(inbox.reserve.handle))]
+                return [Send(peer, Stop(handle))]
+            case handoff.Effect.SEND_RENEW:
+                return [Send(peer, Renew(handle, now))]
+            case handoff.Effect.SEND_RELEASED:
+                return [Send(peer, Released(handle))]
+            case handoff.Effect.READ:
+                return [Order(Transfer((self.reads.begin(inbox, self._settings.page_size),), is_read=True))]
             case handoff.Effect.SEVER:
                 return self._links.cut(inbox.life)
             case handoff.Effect.FREE:
                 self._pages.release(inbox.table)
             case handoff.Effect.QUARANTINE:
                 self._pages.quarantine(inbox.table)
-                detail = f"{len(inbox.table.pages)} pages: {inbox.life.name} may still write them"
-                return [Stamp(str(inbox.reserve.handle), "quarantined", detail)]
+                detail = f"{len(inbox.table.pages)} pages: {peer} may still write them"
+                return [Stamp(str(handle), "quarantined", detail)]
             case handoff.Effect.READMIT:
                 self._pages.readmit(inbox.table)
             case _:
@@ -211,8 +276,8 @@ class Inboxes:
         return []
 
     def _admit(self, inbox: Inbox) -> list[Effect]:
-        reserve, landed = inbox.reserve, inbox.landed
-        assert landed is not None
+        reserve, first = inbox.reserve, inbox.first
+        assert first is not None, f"{reserve.handle} landed without its first token"
         self._pages.insert(inbox.table, reserve.tokens, len(reserve.tokens))
         request = Request(
             reserve.handle,
@@ -225,4 +290,15 @@ class Inboxes:
             num_computed=len(reserve.tokens),
             capacity=len(inbox.table.pages) * self._settings.page_size,
         )
-        return self._decode.land(request, landed.token)
+        return self._decode.land(request, first)
+
+
+def _patience(state: InboxState, deadlines: Deadlines) -> float:
+    """How long a state may last that was entered now."""
+    match state:
+        case InboxState.READING:
+            return deadlines.draining_s
+        case InboxState.DROPPING:
+            return deadlines.stopping_s
+        case _:
+            return deadlines.fencing_s

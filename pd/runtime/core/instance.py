@@ -38,6 +38,7 @@ from pd.runtime.wire.messages import (
     Bye,
     Cancel,
     Cancelled,
+    Deliver,
     Fenced,
     Handle,
     Hello,
@@ -45,8 +46,12 @@ from pd.runtime.wire.messages import (
     Load,
     Peers,
     Prefill,
+    Ready,
     Refusal,
     Refused,
+    Released,
+    Renew,
+    Renewed,
     Reserve,
     Stage,
     Stop,
@@ -127,6 +132,8 @@ class InstanceBrain:
                 return self._reserve(message, now)
             case Prefill():
                 return self._submit(message, now)
+            case Deliver(handle=handle, ticket=ticket) if self._parts.offers is not None:
+                return self._parts.offers.deliver(handle, ticket, now=now)
             case Cancel(handle=handle, reason=reason):
                 effects = self._work.cancel(handle, reason, now=now)
                 if effects is None:
@@ -137,7 +144,8 @@ class InstanceBrain:
                 return None
 
     def _hear_peer(self, sender: Peer, message: AnyMessage, *, now: float) -> list[Effect] | None:
-        prefill, inboxes = self._parts.prefill, self._parts.inboxes
+        parts = self._parts
+        prefill, offers, inboxes, reads = parts.prefill, parts.offers, parts.inboxes, parts.reads
         effects: list[Effect] | None
         match message:
             case Stop(handle=handle) if prefill is not None:
@@ -146,6 +154,14 @@ class InstanceBrain:
                     self._attempts.stop(handle)
                     effects = [Send(sender.name, Fenced(handle, "nothing of it is open"))]
                 return effects
+            case Renew() if offers is not None:
+                return offers.renew(sender, message, now=now)
+            case Released(handle=handle) if offers is not None:
+                return offers.released(sender, handle, now=now)
+            case Ready() if reads is not None:
+                return reads.begin(sender, message, now=now)
+            case Renewed(handle=handle) if reads is not None:
+                effects = reads.renewed(sender, message, now=now)
             case Landed(handle=handle) if inboxes is not None:
                 effects = inboxes.landed(sender, message, now=now)
             case Fenced(handle=handle) if inboxes is not None:

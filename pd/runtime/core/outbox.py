@@ -4,6 +4,7 @@ Rules
 1. A job is open from the launch of the plan it rides on until every rank has ended it. Only then are its pages let go.
 2. A job covers whole pages of both sides (units of the least common multiple); the last one ends with the prompt.
 3. A table of pages in a handoff is given back by FREE and by nothing else.
+4. What decode reads is offered once, whole, and kept for `lease_s` from each Renew that is heard.
 """
 
 from __future__ import annotations
@@ -20,8 +21,7 @@ from pd.runtime.core.lives import Links
 from pd.runtime.core.pages import num_pages_for
 from pd.runtime.core.request import Request
 from pd.runtime.core.settings import BrainSettings
-from pd.runtime.core.step import Step
-from pd.runtime.wire.messages import Fenced, Handle, Landed, Ticket, Token, WriteDone, WriteJob
+from pd.runtime.wire.messages import Fenced, Handle, Landed, Ready, Renewed, Ticket, Token, WriteDone, WriteJob
 from pd.transfer import handoff
 from pd.transfer.handoff import OUTBOX, Event, OutboxState
 
@@ -29,15 +29,16 @@ from pd.transfer.handoff import OUTBOX, Event, OutboxState
 @dataclass(slots=True, eq=False)
 class Outbox:
     request: Request
-    ticket: Ticket
-    life: Peer
-    page_size: int  # the peer's
-    num_sent: int  # tokens given to jobs, or held by the peer from the start
+    ticket: Ticket | None = None  # None: decode has not reserved yet
+    life: Peer | None = None  # the ticket's
+    page_size: int = 1  # the peer's
+    num_sent: int = 0  # tokens given to jobs, or held by the peer from the start
     state: OutboxState = OutboxState.QUEUED
     num_open: int = 0  # jobs
     deadline: float | None = None
     first: Token | None = None
     reason: str = ""  # why it is fenced
+    renewed_at: float = 0.0  # the peer's time in its latest Renew
 
 
 class Outboxes:
@@ -61,33 +62,46 @@ class Outboxes:
 
     def doubt(self, outbox: Outbox) -> None:
         """A write of it failed whose bytes may land all the same."""
+        assert outbox.life is not None, "a job has a peer"
         self.doubts.add(outbox.request.handle, outbox.life, self._last_job)
 
     def has_open_jobs(self, peer: str) -> bool:
         """To any life of `peer`."""
-        return any(outbox.life.name == peer for outbox in self._jobs.values())
+        return any(outbox.life is not None and outbox.life.name == peer for outbox in self._jobs.values())
 
     def is_open(self, job: int) -> bool:
         return job in self._jobs
 
-    def open(self, request: Request, ticket: Ticket, *, page_size: int) -> None:
-        """Begin a handoff. `page_size` is the peer's."""
-        life = Peer(ticket.decode, ticket.epoch)
-        self._outboxes[request.handle] = Outbox(request, ticket, life, page_size, ticket.held_tokens)
+    def open(self, request: Request) -> Outbox:
+        """Begin a handoff."""
+        outbox = self._outboxes[request.handle] = Outbox(request)
+        return outbox
 
-    def write(self, outbox: Outbox, step: Step, *, stop: int) -> None:
-        """After `step`, the KV before `stop` is there: add jobs for what was not sent yet to its plan."""
+    def assign(self, outbox: Outbox, ticket: Ticket) -> None:
+        """Now it is known whose pages it is for. The ticket has no fault."""
+        life = Peer(ticket.decode, ticket.epoch)
+        peer = self._links.find(life)
+        assert peer is not None, "a ticket of no attached peer is a fault"
+        outbox.ticket, outbox.life = ticket, life
+        outbox.page_size, outbox.num_sent = peer.layout.page_size, ticket.held_tokens
+
+    def write(self, outbox: Outbox, *, stop: int) -> list[WriteJob]:
+        """The KV before `stop` is there, or will be when the jobs begin: those for what was not sent yet."""
+        if outbox.ticket is None or outbox.ticket.is_pull:
+            return []
         outbox.state, effects = handoff.step(OUTBOX, outbox.state, Event.CHUNK)
         if handoff.Effect.WRITE not in effects:
-            return
+            return []
         size = self._settings.page_size
         unit = math.lcm(size, outbox.page_size)
         longest = max(unit, self._settings.step.max_prefill_tokens // unit * unit)
         end = stop if stop == len(outbox.request.tokens) else stop // unit * unit
+        jobs: list[WriteJob] = []
         while outbox.num_sent < end:
             start = outbox.num_sent
             outbox.num_sent = min(end, start + longest)
-            step.writes.append(self._job(outbox, start, stop=outbox.num_sent))
+            jobs.append(self._job(outbox, outbox.ticket, start, stop=outbox.num_sent))
+        return jobs
 
     def end_job(self, done: WriteDone, now: float) -> Outbox:
         """Every rank has ended this job, well or not. The caller moves its outbox on."""
@@ -124,14 +138,14 @@ class Outboxes:
             assert self._outboxes.get(handle) is outbox, f"job {job} of {handle} outlived its handoff"
             assert outbox.request.table.pages, f"job {job} of {handle} reads pages that were given back"
 
-    def _job(self, outbox: Outbox, start: int, *, stop: int) -> WriteJob:
+    def _job(self, outbox: Outbox, ticket: Ticket, start: int, *, stop: int) -> WriteJob:
         self._last_job += 1
         self._jobs[self._last_job] = outbox
         outbox.num_open += 1
-        size, held = self._settings.page_size, outbox.ticket.held_tokens
+        size, held = self._settings.page_size, ticket.held_tokens
         ours = outbox.request.table.pages[start // size : num_pages_for(stop, size)]
-        theirs = outbox.ticket.pages[(start - held) // outbox.page_size : num_pages_for(stop - held, outbox.page_size)]
-        return WriteJob(self._last_job, outbox.life.name, start, stop, tuple(ours), theirs)
+        theirs = ticket.pages[(start - held) // outbox.page_size : num_pages_for(stop - held, outbox.page_size)]
+        return WriteJob(self._last_job, ticket.decode, start, stop, tuple(ours), theirs)
 
     def _set_deadline(self, outbox: Outbox, now: float) -> None:
         deadlines = self._settings.deadlines
@@ -140,25 +154,47 @@ class Outboxes:
                 outbox.deadline = now + deadlines.draining_s
             case OutboxState.STOPPING | OutboxState.ABANDONED:
                 outbox.deadline = now + deadlines.stopping_s
+            case OutboxState.HOLDING:
+                outbox.deadline = now + deadlines.holding_s
+            case OutboxState.OFFERED:
+                outbox.deadline = now + deadlines.lease_s
+            case OutboxState.WITHDRAWN:
+                pass  # what is left of the lease
             case OutboxState.QUEUED | OutboxState.COMPUTING | OutboxState.DONE:
                 outbox.deadline = None  # the request's own
             case _:
                 assert_never(outbox.state)
 
     def _do(self, outbox: Outbox, effect: handoff.Effect, *, now: float) -> list[Effect]:
-        request, peer = outbox.request, outbox.life.name
+        request, life, lease_s = outbox.request, outbox.life, self._settings.deadlines.lease_s
+        if effect is handoff.Effect.FREE:
+            self._flight.release(request.table, request.last_step)
+            return []
+        if life is None:
+            assert effect is handoff.Effect.SEND_FENCED, f"{effect} without a ticket"
+            return []  # nobody was promised anything
         match effect:
             case handoff.Effect.SEND_LANDED:
                 assert outbox.first is not None, f"{request.handle} drained before its first token"
                 landed = Landed(request.handle, len(request.tokens), outbox.first)
-                return [Send(peer, landed), Stamp(str(request.handle), "drained", f"to {peer}")]
+                return [Send(life.name, landed), Stamp(str(request.handle), "drained", f"to {life.name}")]
             case handoff.Effect.SEND_FENCED:
-                return [Send(peer, Fenced(request.handle, outbox.reason))]
+                return [Send(life.name, Fenced(request.handle, outbox.reason))]
+            case handoff.Effect.SEND_READY:
+                ready = _ready(outbox, self._settings.page_size, lease_s)
+                return [Send(life.name, ready), Stamp(str(request.handle), "offered")]
+            case handoff.Effect.SEND_RENEWED:
+                outbox.deadline = now + lease_s
+                return [Send(life.name, Renewed(request.handle, outbox.renewed_at))]
             case handoff.Effect.SEVER:
                 outbox.deadline = now + self._settings.deadlines.stopping_s
-                return self._links.cut(outbox.life)
-            case handoff.Effect.FREE:
-                self._flight.release(request.table, request.last_step)
-                return []
+                return self._links.cut(life)
             case _:
                 raise AssertionError(f"{effect} is not for the writing end")
+
+
+def _ready(outbox: Outbox, page_size: int, lease_s: float) -> Ready:
+    request, num_tokens = outbox.request, len(outbox.request.tokens)
+    assert outbox.first is not None and outbox.ticket is not None, f"{request.handle} is offered too early"
+    pages = request.table.pages[outbox.ticket.held_tokens // page_size : num_pages_for(num_tokens, page_size)]
+    return Ready(request.handle, num_tokens, outbox.first, tuple(pages), lease_s)

@@ -14,11 +14,13 @@ from pd.runtime.core.events import Peer
 from pd.runtime.core.flight import Flight
 from pd.runtime.core.inbox import Inboxes
 from pd.runtime.core.lives import Links
+from pd.runtime.core.offers import Offers
 from pd.runtime.core.outbox import Outboxes
 from pd.runtime.core.pages import PagePool, PageTable
 from pd.runtime.core.prefill import PrefillPart
 from pd.runtime.core.prefix import PrefixCache
 from pd.runtime.core.prompts import Prompts
+from pd.runtime.core.reads import Reads
 from pd.runtime.core.request import Request
 from pd.runtime.core.settings import BrainSettings
 from pd.runtime.wire.messages import Load, Role
@@ -35,20 +37,25 @@ class Parts:
         self.links = Links(settings.deadlines.attach_s)
         self.decode: DecodePart | None = None
         self.prefill: PrefillPart | None = None
+        self.offers: Offers | None = None
         self.inboxes: Inboxes | None = None
+        self.reads: Reads | None = None
         if role is not Role.PREFILL:
             self.decode = DecodePart(settings, self.pages, self.flight)
         if role is not Role.DECODE:
+            outboxes = Outboxes(settings, self.flight, self.links)
             self.prefill = PrefillPart(
                 settings,
                 me,
                 prompts=Prompts(settings, self.pages, flight=self.flight, onward=self.decode),
-                outboxes=Outboxes(settings, self.flight, self.links),
+                outboxes=outboxes,
                 links=self.links,
                 onward=self.decode,
             )
+            self.offers = Offers(settings, me, prefill=self.prefill, outboxes=outboxes, links=self.links)
         if role is Role.DECODE and self.decode is not None:
             self.inboxes = Inboxes(settings, me, pages=self.pages, links=self.links, decode=self.decode)
+            self.reads = Reads(self.inboxes)
 
     @property
     def has_work(self) -> bool:
@@ -63,7 +70,7 @@ class Parts:
         if self.decode is not None:
             num_waiting += len(self.decode.ready)
         if self.inboxes is not None:
-            num_waiting += sum(inbox.state is InboxState.RESERVED for inbox in self.inboxes)
+            num_waiting += sum(inbox.is_wanted for inbox in self.inboxes)
         if self.prefill is not None:
             num_waiting += len(self.prefill.prompts.waiting)
             num_tokens = self.prefill.prompts.num_waiting_tokens

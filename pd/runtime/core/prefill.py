@@ -17,8 +17,20 @@ from pd.runtime.core.prompts import Prompts
 from pd.runtime.core.request import Phase, Request, limit_of
 from pd.runtime.core.settings import BrainSettings
 from pd.runtime.core.step import Step
-from pd.runtime.wire.messages import Failed, FirstToken, Handle, Prefill, Stage, Token, WriteDone
+from pd.runtime.wire.messages import (
+    Failed,
+    Fenced,
+    FirstToken,
+    Handle,
+    Prefill,
+    Stage,
+    Token,
+    WriteDone,
+)
 from pd.transfer.handoff import Event, OutboxState
+
+_OVER = (OutboxState.STOPPING, OutboxState.ABANDONED, OutboxState.WITHDRAWN)
+"""States of an attempt whose end the router was told."""
 
 
 class PrefillPart:
@@ -57,10 +69,10 @@ class PrefillPart:
             deadline=now + message.deadline_s,
         )
         self.prompts.waiting[message.handle] = request
-        if message.ticket is not None:
-            peer = self._links.find(Peer(message.ticket.decode, message.ticket.epoch))
-            assert peer is not None, "a ticket of no attached peer is a fault"
-            self.outboxes.open(request, message.ticket, page_size=peer.layout.page_size)
+        if message.ticket is not None or message.hands_off:
+            outbox = self.outboxes.open(request)
+            if message.ticket is not None:
+                self.outboxes.assign(outbox, message.ticket)
         return [Stamp(str(message.handle), "queued", f"{len(message.tokens)} tokens")]
 
     def cancel(self, handle: Handle, reason: str, *, now: float) -> list[Effect] | None:
@@ -76,9 +88,12 @@ class PrefillPart:
         outbox = self.outboxes.find(handle)
         if outbox is None:
             return None
-        if outbox.life != sender:
+        if outbox.life not in (sender, None):
             return [Stamp(str(handle), "stale", f"Stop from {sender.name}, epoch {sender.epoch}")]
-        return self.fail(handle, Stage.TRANSFER, reason=f"{sender.name} stopped it", now=now)
+        effects = self.fail(handle, Stage.TRANSFER, reason=f"{sender.name} stopped it", now=now)
+        if outbox.life is None:  # its ticket is under way, or was lost: it will not be obeyed
+            effects.append(Send(sender.name, Fenced(handle, "it was stopped before its ticket came")))
+        return effects
 
     def fill(self, step: Step, now: float) -> list[Effect]:
         """Plan chunks, and the writes of what they complete."""
@@ -90,7 +105,7 @@ class PrefillPart:
             if outbox is not None:
                 if is_new:
                     effects += self.outboxes.move(outbox, Event.START, now=now)
-                self.outboxes.write(outbox, step, stop=request.num_computed)
+                step.writes += self.outboxes.write(outbox, stop=request.num_computed)
         return effects
 
     def computed(self, step: Step, tokens: tuple[Token, ...], *, now: float) -> list[Effect]:
@@ -105,6 +120,7 @@ class PrefillPart:
     def write_done(self, done: WriteDone, now: float) -> list[Effect]:
         """Every rank has ended this job."""
         outbox = self.outboxes.end_job(done, now)
+        assert outbox.life is not None, "a job has a peer"
         if done.error is None:
             self.outboxes.doubts.trust(outbox.life, done.job)
             return self.outboxes.settle(outbox, now)
@@ -139,7 +155,7 @@ class PrefillPart:
     def fail(self, handle: Handle, stage: Stage, *, reason: str, now: float, event: Event = Event.STOP) -> list[Effect]:
         """End an attempt by a fault that another attempt may not meet. The router is told, if it was not before."""
         outbox = self.outboxes.find(handle)
-        is_told = outbox is not None and outbox.state in (OutboxState.STOPPING, OutboxState.ABANDONED)
+        is_told = outbox is not None and outbox.state in _OVER
         effects: list[Effect] = []
         if not is_told:
             effects.append(Send(ROUTER, Failed(handle, stage, reason, retryable=True)))
@@ -149,13 +165,8 @@ class PrefillPart:
     def _fault(self, message: Prefill, limit: int) -> Fault | None:
         fault = misfit(message, limit, settings=self._settings, decodes=self._onward is not None)
         if fault is None and message.ticket is not None:
-            fault = ticket_fault(
-                message.ticket,
-                len(message.tokens),
-                me=self._me,
-                links=self._links,
-                page_size=self._settings.page_size,
-            )
+            num_tokens, page_size = len(message.tokens), self._settings.page_size
+            fault = ticket_fault(message.ticket, num_tokens, me=self._me, links=self._links, page_size=page_size)
         if fault is None and self.prompts.is_full:
             fault = Fault(Stage.QUEUE, f"{len(self.prompts.waiting)} requests wait already", True)
         return fault
@@ -175,14 +186,28 @@ class PrefillPart:
         if finish is not None or outbox is None:
             return effects + self._end(handle, Event.STOP, reason="the first token was the last", now=now)
         outbox.first = token
-        return effects + self._end(handle, Event.COMPUTED, reason="", now=now)
+        event = Event.COMPUTED
+        if outbox.ticket is None:
+            event = Event.HOLD
+        elif outbox.ticket.is_pull:
+            event = Event.OFFER
+        return effects + self._end(handle, event, reason="", now=now)
 
     def _overdue(self, outbox: Outbox, now: float) -> list[Effect]:
-        reason = f"no write to {outbox.life.name} ended in time"
-        if outbox.state is OutboxState.DRAINING:
-            handle = outbox.request.handle
+        handle, state = outbox.request.handle, outbox.state
+        peer = outbox.life.name if outbox.life is not None else "decode"
+        match state:
+            case OutboxState.HOLDING:
+                reason = f"no ticket came within {self._settings.deadlines.holding_s:g} s"
+            case OutboxState.OFFERED:
+                reason = f"{peer} did not renew its lease of {self._settings.deadlines.lease_s:g} s"
+            case _:
+                reason = f"no write to {peer} ended in time"
+        if state not in _OVER:
             return self.fail(handle, Stage.TRANSFER, reason=reason, now=now, event=Event.TIMEOUT)
-        effects = self.outboxes.move(outbox, Event.TIMEOUT, now=now)  # orders to sever that life
+        effects = self.outboxes.move(outbox, Event.TIMEOUT, now=now)  # frees what was withdrawn, or orders to sever
+        if state is OutboxState.WITHDRAWN or outbox.life is None:
+            return effects
         return effects + self.unreachable(outbox.life, reason, now=now)
 
     def _fail_all(self, life: Peer, event: Event, *, reason: str, now: float) -> list[Effect]:

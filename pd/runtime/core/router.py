@@ -158,11 +158,11 @@ class RouterBrain:
                 answer = self._dispatch.find(member, handle)
                 if answer is None:
                     self._stop(member, handle)
-                elif answer.state is State.RESERVING:
-                    self._dispatch.begin_prefill(answer, ticket, now)
+                elif answer.state in (State.RESERVING, State.HANDING):
+                    self._dispatch.instruct(answer, ticket, now)
             case Refused(handle):
                 answer = self._dispatch.find(member, handle)
-                if answer is not None and answer.state is not State.DECODING:
+                if answer is not None and (answer.state is not State.DECODING or member is answer.prefill):
                     self._dispatch.refuse(answer, member, message, now)
             case Failed():
                 self._failed(member, message, now)

@@ -52,6 +52,10 @@ class Work:
             case WriteDone() if self._parts.prefill is not None and self._parts.prefill.outboxes.is_open(message.job):
                 write_done = self._tally.write_done(rank, message)
                 return self._parts.prefill.write_done(write_done, now) if write_done else []
+            case WriteDone() if self._parts.inboxes is not None and self._parts.inboxes.reads.is_open(message.job):
+                read_done = self._tally.write_done(rank, message)
+                assert self._parts.reads is not None
+                return self._parts.reads.end(read_done, now=now) if read_done else []
             case Severed() if self._parts.links.is_asked(Peer(message.peer, message.epoch)):
                 severed = self._tally.severed(rank, message)
                 return self._severed(severed, now) if severed else []
@@ -127,8 +131,13 @@ class Work:
         return self._parts.inboxes.severed(answer, now) if self._parts.inboxes is not None else []
 
     def _attach(self, now: float) -> list[Effect]:
-        prefill = self._parts.prefill
-        return self._parts.links.attach(prefill.outboxes.has_open_jobs if prefill else lambda _: False, now)
+        prefill, inboxes = self._parts.prefill, self._parts.inboxes
+
+        def has_open_jobs(peer: str) -> bool:
+            is_writing = prefill is not None and prefill.outboxes.has_open_jobs(peer)
+            return is_writing or (inboxes is not None and inboxes.reads.has_open(peer))
+
+        return self._parts.links.attach(has_open_jobs, now)
 
     def _unreachable(self, life: Peer, reason: str, *, now: float) -> list[Effect]:
         """A rank cannot reach that life. Promises to it stand: membership and deadlines tell what becomes of them."""

@@ -1,4 +1,4 @@
-"""A rank's share of the KV transfer: from the leader's WriteJobs to spans on a Transport, and back to WriteDone.
+"""A rank's share of the KV transfer: from the leader's jobs to spans on a Transport, and back to WriteDone.
 
 Owned by the rank's I/O thread. Knows peers, pages and jobs; requests are the leader's.
 """
@@ -25,6 +25,7 @@ class _Life:
     peer: str
     epoch: str
     routes: tuple[tuple[str, Route], ...]  # (the peer rank's transport name, which bytes go where)
+    reads: tuple[tuple[str, Route], ...]  # the same the other way: from its pages into ours
     rank_names: tuple[str, ...]
 
 
@@ -65,11 +66,16 @@ class Mover:
                 for pair in pair_up(self.shards, order.shards)
                 if pair.src == self.rank
             )
+            reads = tuple(
+                (names[pair.src], Route(order.layout, order.shards[pair.src], self.layout, mine, pair))
+                for pair in pair_up(order.shards, self.shards)
+                if pair.dst == self.rank
+            )
             for name, endpoint in zip(names, order.endpoints, strict=True):
                 self.transport.connect(name, endpoint)
         except (TransferError, ValueError) as error:
             return [PeerUnreachable(order.peer, order.epoch, str(error))]
-        life = _Life(order.peer, order.epoch, routes, names)
+        life = _Life(order.peer, order.epoch, routes, reads, names)
         self._lives[order.peer] = life
         self._owners.update(dict.fromkeys(names, life))
         self._unsaid.update(names)
@@ -90,17 +96,19 @@ class Mover:
                 del self._lives[order.peer]
         return [Severed(order.peer, order.epoch, not unclean)]
 
-    def start(self, job: WriteJob) -> list[FromRank]:
+    def start(self, job: WriteJob, *, is_read: bool = False) -> list[FromRank]:
         """Give this rank's share of `job` to the transport. A rank whose heads others send answers at once."""
         life = self._lives.get(job.peer)
         if life is None:
             return [WriteDone(job.job, f"peer {job.peer} is not attached", 0, 0.0)]
-        share = _Share(job.job, len(life.routes))
-        for name, route in life.routes:
+        routes = life.reads if is_read else life.routes
+        move = self.transport.read if is_read else self.transport.write
+        share = _Share(job.job, len(routes))
+        for name, route in routes:
             number = next(self._numbers)
             try:
                 spans = route.spans(job.src_pages, job.dst_pages, job.start, job.stop)
-                self.transport.write(name, spans, job=number)
+                move(name, spans, job=number)
             except (TransferError, ValueError) as error:
                 share.num_open -= 1
                 share.error = share.error or str(error)

@@ -41,6 +41,7 @@ from pd.runtime.wire.messages import (
     Sever,
     StepDone,
     StepPlan,
+    Transfer,
     WriteJob,
 )
 from pd.transfer.choose import make_transport
@@ -136,6 +137,9 @@ class RankIO:
                     self._answer(self._need_mover().attach(order))
                 case Sever() as order:
                     self._answer(self._need_mover().sever(order))
+                case Transfer(jobs=jobs, is_read=is_read):
+                    for job in jobs:
+                        self._answer(self._need_mover().start(job, is_read=is_read))
                 case Quit():
                     self._running = False
                 case message:

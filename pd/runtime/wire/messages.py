@@ -15,7 +15,7 @@ import msgspec
 
 from pd.transfer.layout import KVLayout, Shard
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 
 
 class Value(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -95,6 +95,7 @@ class Ticket(Value, frozen=True):
     pages: tuple[int, ...]  # decode's page numbers, for tokens [held_tokens, num_tokens)
     held_tokens: int = 0  # a prefix decode already holds, whole pages: not sent
     prefill_epoch: str = ""  # Reserve's: the one life of the prefill instance that may write; another must not
+    is_pull: bool = False  # nobody writes: say Ready, and decode reads
 
 
 class ModelCard(Value, frozen=True):
@@ -180,6 +181,7 @@ class Reserve(Message, frozen=True):
     prefill: str  # the worker that will write
     prefill_epoch: str
     deadline_s: float  # from now, for the pages to be landed in
+    is_pull: bool = False  # decode reads the KV, instead of prefill writing it
 
 
 class Prefill(Message, frozen=True):
@@ -187,8 +189,16 @@ class Prefill(Message, frozen=True):
     tokens: tuple[int, ...]
     num_prompt: int
     sampling: Sampling
-    ticket: Ticket | None  # None: this instance decodes as well (colocated), or there is nothing to decode
+    ticket: Ticket | None  # None: this instance decodes as well (colocated), there is nothing to decode, or:
     deadline_s: float  # from now, for the first token
+    hands_off: bool = False  # the ticket comes in a Deliver, after the first token
+
+
+class Deliver(Message, frozen=True):
+    """Where decode reserves late: the ticket for what is computed and held."""
+
+    handle: Handle
+    ticket: Ticket
 
 
 class Cancel(Message, frozen=True):
@@ -269,6 +279,36 @@ class Fenced(Message, frozen=True):
     reason: str
 
 
+class Ready(Message, frozen=True):
+    """prefill -> decode: these pages are yours to read until the lease is over; here is the first token."""
+
+    handle: Handle
+    position: int
+    token: Token
+    pages: tuple[int, ...]  # prefill's, for tokens [held_tokens, num_tokens) of the ticket
+    lease_s: float  # kept so long from each Renew on
+
+
+class Renew(Message, frozen=True):
+    """decode -> prefill: still reading."""
+
+    handle: Handle
+    at: float  # decode's own clock; comes back as it is
+
+
+class Renewed(Message, frozen=True):
+    """prefill -> decode: the pages were still yours when that Renew was heard, and are for `lease_s` more."""
+
+    handle: Handle
+    at: float
+
+
+class Released(Message, frozen=True):
+    """decode -> prefill: the pages were read, or will not be."""
+
+    handle: Handle
+
+
 # ---- leader <-> rank --------------------------------------------------------------------------------------------
 
 
@@ -297,14 +337,14 @@ class Chunk(Value, frozen=True):
 
 
 class WriteJob(Value, frozen=True):
-    """After this step: write tokens [start, stop) of a request to a peer. `start` is a multiple of both page sizes."""
+    """Move tokens [start, stop) of a request to (or from) a peer. `start` is a multiple of both page sizes."""
 
     job: int
     peer: str  # worker name; Attach told the ranks of it
     start: int
     stop: int
-    src_pages: tuple[int, ...]  # ours, covering [start, stop)
-    dst_pages: tuple[int, ...]  # the peer's, covering [start, stop)
+    src_pages: tuple[int, ...]  # covering [start, stop): ours, or the peer's if we read
+    dst_pages: tuple[int, ...]  # likewise where the tokens go
 
 
 class StepKind(enum.Enum):
@@ -333,8 +373,15 @@ class StepDone(Message, frozen=True):
     seconds: float
 
 
+class Transfer(Message, frozen=True):
+    """leader -> each rank: move now, with no step to wait for. `is_read`: from the peer's pages into ours."""
+
+    jobs: tuple[WriteJob, ...]
+    is_read: bool = False
+
+
 class WriteDone(Message, frozen=True):
-    """rank -> leader: this rank's share of a WriteJob ended. error None: every byte is visible at the peer."""
+    """rank -> leader: this rank's share of a job ended. error None: every byte is visible where it was to go."""
 
     job: int
     error: str | None
@@ -417,8 +464,8 @@ class Quit(Message, frozen=True):
 
 
 ToRouter = Hello | Beat | Bye | Reserved | Refused | FirstToken | Tokens | Failed | Cancelled
-FromRouter = Welcome | Refusal | WhoAreYou | Peers | Reserve | Prefill | Cancel
-Handoff = Landed | Stop | Fenced
-ToRank = StepPlan | Group | Attach | Sever | Quit
+FromRouter = Welcome | Refusal | WhoAreYou | Peers | Reserve | Prefill | Deliver | Cancel
+Handoff = Landed | Stop | Fenced | Ready | Renew | Renewed | Released
+ToRank = StepPlan | Group | Attach | Sever | Transfer | Quit
 FromRank = StepDone | WriteDone | Severed | PeerUnreachable | RankReady | RankLoading | RankFailed
 AnyMessage = ToRouter | FromRouter | Handoff | ToRank | FromRank

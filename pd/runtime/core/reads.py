@@ -1,0 +1,64 @@
+"""KV that decode reads by itself: offers come, reads end, and what was read is admitted once it surely counts. Pure.
+
+The offer's pages may be another's as soon as its lease is over, so what was read counts only if the offer stood
+until then. Each Renew carries our own time, and the Renewed that brings it back says: it stood when this was heard,
+and stands `lease_s` longer. Only our clock is read.
+
+    ours      Renew s ────────── read done e ──► counts if e < s + TRUST * lease_s    no Renewed yet: it is waited for
+    theirs        └► heard: kept for lease_s from here, which is later than s
+"""
+
+from __future__ import annotations
+
+from pd.runtime.core.events import Effect, Peer, Send
+from pd.runtime.core.inbox import Inbox, Inboxes
+from pd.runtime.wire.messages import Ready, Released, Renewed, WriteDone
+from pd.transfer.handoff import Event, InboxState
+
+TRUST = 0.9
+"""Of a lease: two hosts' clocks may run at rates some percent apart."""
+
+
+class Reads:
+    """Beside the Inboxes, whose states move by what is heard here."""
+
+    def __init__(self, inboxes: Inboxes) -> None:
+        self._inboxes = inboxes
+
+    def begin(self, sender: Peer, message: Ready, *, now: float) -> list[Effect]:
+        """The peer's pages may be read. If nobody wants them, it hears so."""
+        inbox = self._inboxes.find(message.handle, sender)
+        if inbox is None:
+            return [Send(sender.name, Released(message.handle))]
+        if inbox.state is not InboxState.AWAITING:
+            return []
+        if message.position != len(inbox.reserve.tokens):
+            reason = f"{sender.name} offers {message.position} tokens, not {len(inbox.reserve.tokens)}"
+            return self._inboxes.fail(inbox, Event.CANCEL, reason=reason, now=now)
+        inbox.first, inbox.ready = message.token, message
+        return self._inboxes.move(inbox, Event.READY, now=now)
+
+    def end(self, done: WriteDone, *, now: float) -> list[Effect]:
+        """Every rank has ended this read."""
+        inbox = self._inboxes.reads.end(done.job)
+        inbox.is_doubtful |= done.may_land
+        if done.error is not None:
+            reason = f"read from {inbox.life.name} failed: {done.error}"
+            return self._inboxes.fail(inbox, Event.CANCEL, reason=reason, now=now)
+        inbox.read_at = now
+        return self._land(inbox, now) or self._inboxes.move(inbox, inbox.drained, now=now)
+
+    def renewed(self, sender: Peer, message: Renewed, *, now: float) -> list[Effect] | None:
+        """The offer stood when that Renew was heard. None if nothing is read of it."""
+        inbox = self._inboxes.find(message.handle, sender)
+        if inbox is None or inbox.ready is None:
+            return None
+        inbox.proven_until = max(inbox.proven_until, message.at + inbox.ready.lease_s * TRUST)
+        return self._land(inbox, now)
+
+    def _land(self, inbox: Inbox, now: float) -> list[Effect]:
+        """Admit what counts. If that is not known yet, ask again: the answer will say."""
+        if inbox.state is not InboxState.READING or inbox.read_at is None:
+            return []
+        is_proven = inbox.proven_until > inbox.read_at
+        return self._inboxes.move(inbox, Event.LANDED if is_proven else Event.REMIND, now=now)
