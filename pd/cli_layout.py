@@ -91,6 +91,8 @@ def launches(options: ServeOptions) -> list[LaunchOptions]:
         cluster_key=options.cluster_key,
         insecure=options.insecure,
         api_key_file=options.api_key_file,
+        reserve=options.reserve,
+        direction=options.direction,
     )
     return [router, *_with_cores(instances, options)]
 
@@ -129,7 +131,7 @@ def _instance(options: ServeOptions, role: Role, text: str, *, number: int) -> t
         else:
             settings[key.replace("-", "_")] = int(value) if key in _NUMBERS else value
     shared = {entry.name: getattr(options, entry.name) for entry in fields(SharedOptions)}
-    for name in ("cores", "host", "api_key_file"):  # what they all share between them; what is the router's
+    for name in ("cores", "host", "api_key_file", "reserve", "direction"):  # shared out between them; the router's
         del shared[name]
     instance = LaunchOptions(**{"role": role.value, "name": f"{role.value}-{number}", **shared, **settings})
     faults += own_faults(instance)

@@ -16,7 +16,7 @@ from pd.runtime.core.answer import Answer, Move, Piece, State
 from pd.runtime.core.events import Effect, Emit, End, Send, Stamp
 from pd.runtime.core.member import Member, Standing
 from pd.runtime.core.membership import Membership
-from pd.runtime.core.placement import Pair, fits_nowhere
+from pd.runtime.core.placement import fits_nowhere
 from pd.runtime.core.timetable import Timetable
 from pd.runtime.core.waiting import Waiting
 from pd.runtime.wire.messages import Cancel, Deliver, Handle, Prefill, Refused, Reserve, Role, Stage, Ticket
@@ -188,7 +188,14 @@ class Dispatch:
     def pump(self, now: float) -> None:
         """Begin attempts for those that wait, while there are pairs that take them."""
         for answer, pair in self.waiting.place(self._members, now):
-            self._begin(answer, pair, now)
+            alone = pair.prefill if pair.prefill.role is Role.COLOCATED else None
+            answer.begin(pair.prefill, pair.decode or alone)
+            names = pair.prefill.name if pair.decode is None else f"{pair.prefill.name} {pair.decode.name}"
+            self._effects.append(Stamp(str(answer.handle), "placed", names))
+            if answer.is_apart and self._config.reserve == "early":
+                self._reserve(answer, now)
+            else:
+                self.instruct(answer, None, now)
 
     def tick(self, now: float) -> None:
         """Look at the deadlines that have come up. Those that moved since are looked at again later."""
@@ -209,16 +216,6 @@ class Dispatch:
             assert answer.num_left > 0, f"{handle} has all its tokens and goes on"
         self.waiting.check([answer for answer in self.answers.values() if answer.state is State.QUEUED])
         self._timetable.check({request_id: answer.look_at for request_id, answer in self.answers.items()})
-
-    def _begin(self, answer: Answer, pair: Pair, now: float) -> None:
-        alone = pair.prefill if pair.prefill.role is Role.COLOCATED else None
-        answer.begin(pair.prefill, pair.decode or alone)
-        names = pair.prefill.name if pair.decode is None else f"{pair.prefill.name} {pair.decode.name}"
-        self._effects.append(Stamp(str(answer.handle), "placed", names))
-        if pair.decode is None or self._config.reserve == "late":
-            self.instruct(answer, None, now)
-        else:
-            self._reserve(answer, now)
 
     def _reserve(self, answer: Answer, now: float) -> None:
         """Ask decode for pages: before prefill begins, or when it is done."""
