@@ -8,12 +8,13 @@ import pytest
 
 from pd.runtime.config import RouterConfig
 from pd.runtime.core.dispatch import Deadlines
-from pd.runtime.core.events import Drain, Emit, End, Exit, Peer, Received, Tick
+from pd.runtime.core.events import Drain, Emit, End, Exit, Peer, Received, Tick, Timings
 from pd.runtime.wire.messages import (
     Cancel,
     Cancelled,
     Failed,
     Finish,
+    FirstToken,
     Handle,
     Prefill,
     Refused,
@@ -43,6 +44,31 @@ def test_a_request_is_reserved_then_prefilled_then_streamed_and_ends_once() -> N
     assert not sent(effects, Cancel)
     assert bench.answer_of("a") == [70, 71, 72]
     assert len(bench.endings_of("a")) == 1 and bench.brain.is_idle()
+
+
+def test_an_answers_end_says_where_its_time_went() -> None:
+    bench = pair_bench()
+    _, reserve = only_reserve(bench.submit("a"))
+    bench.now += 0.25
+    bench.reserved("d0", reserve.handle)
+    bench.now += 0.75
+    bench.hear("p0", FirstToken(reserve.handle, 3, Token(70), None, cached_tokens=0, prefill_s=0.5))
+    bench.now += 0.125
+    bench.tokens("d0", reserve.handle, 4, 71)
+    bench.now += 3.0
+    effects = bench.tokens("d0", reserve.handle, 5, 72, finish=Finish.STOP)
+    assert [one.timings for one in effects if isinstance(one, Emit)] == [Timings(0.5, 0.5, 0.125)]
+
+
+def test_colocated_there_is_no_handoff_in_an_answers_time() -> None:
+    bench = Bench()
+    bench.join(hello("c0", Role.COLOCATED))
+    _, prefill = only_prefill(bench.submit("a"))
+    bench.now += 1.0
+    bench.hear("c0", FirstToken(prefill.handle, 3, Token(70), None, cached_tokens=0, prefill_s=0.25))
+    bench.now += 1.0
+    effects = bench.tokens("c0", prefill.handle, 4, 71, 72, 73, finish=Finish.LENGTH)
+    assert [one.timings for one in effects if isinstance(one, Emit)] == [Timings(0.75, 0.25, 0.0)]
 
 
 def test_one_token_needs_no_decode() -> None:

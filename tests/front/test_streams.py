@@ -6,13 +6,14 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
 import openai
 import pytest
 
-from pd.runtime.core.events import Emit, End, Submit
+from pd.runtime.core.events import Emit, End, Submit, Timings
 from pd.runtime.front.text import load_text
 from pd.runtime.wire.messages import Finish, ModelCard
 from tests.front.fakes import (
@@ -72,6 +73,21 @@ async def test_streamed_chat_equals_the_whole_one_and_cuts_no_character(tmp_path
     assert all(chunk.usage is None for chunk in chunks[:-1])
     assert chunks[-1].choices == []
     assert chunks[-1].usage == whole.usage
+
+
+async def test_where_the_time_went_is_told_to_those_who_ask(tmp_path: Path) -> None:
+    def script(submit: Submit) -> list[Emit]:
+        *others, last = emits(tokens("four"))
+        return [*others, replace(last, timings=Timings(0.5, 0.25, 0.125))]
+
+    asked = {"model": "tiny", "prompt": "hi", "stream": True, "stream_options": {"include_usage": True}}
+    said = []
+    async with serving(FakeDoor(script), tiny_text(tmp_path)) as url, aiohttp.ClientSession() as client:
+        for headers in ({"x-pd-timings": "1"}, {}):
+            async with client.post(f"{url}/v1/completions", json=asked, headers=headers) as reply:
+                events = [line[6:] for line in (await reply.text()).splitlines() if line.startswith("data: {")]
+            said.append(json.loads(events[-1]).get("timings"))
+    assert said == [{"queued_s": 0.5, "prefill_s": 0.25, "handoff_s": 0.125}, None]
 
 
 async def test_usage_counts_prompt_answer_and_cache(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 from typing import NamedTuple
 
-from pd.runtime.core.events import Submit
+from pd.runtime.core.events import Submit, Timings
 from pd.runtime.core.member import Member
 from pd.runtime.core.placement import Wish
 from pd.runtime.wire.messages import Finish, Handle, Sampling, Stage, Token
@@ -65,12 +65,44 @@ class Piece(NamedTuple):
     finish: Finish | None
 
 
+class Course:
+    """When an attempt's marks were passed. Owned by its answer."""
+
+    __slots__ = ("_first_at", "_landed_at", "_prefill_s", "_received_at")
+
+    def __init__(self, received_at: float) -> None:
+        self._received_at = received_at
+        self.begin()
+
+    def begin(self) -> None:
+        """A new attempt."""
+        self._prefill_s = 0.0
+        self._first_at: float | None = None
+        self._landed_at: float | None = None
+
+    def first(self, now: float, prefill_s: float) -> None:
+        """The first token came, and prefill says how long it computed."""
+        self._first_at, self._prefill_s = now, min(prefill_s, now - self._received_at)
+
+    def decoded(self, now: float) -> None:
+        """Decode reported tokens; only the first time counts."""
+        if self._landed_at is None:
+            self._landed_at = now
+
+    def timings(self, now: float) -> Timings:
+        """Said when the answer ends."""
+        first_at = now if self._first_at is None else self._first_at
+        handoff_s = 0.0 if self._landed_at is None else max(0.0, self._landed_at - first_at)
+        return Timings(first_at - self._received_at - self._prefill_s, self._prefill_s, handoff_s)
+
+
 class Answer:
     """Owned by the router brain from Submit to its one ending."""
 
     __slots__ = (
         "attempt",
         "avoid",
+        "course",
         "decode",
         "due_at",
         "ends_at",
@@ -104,6 +136,7 @@ class Answer:
         self.ends_at = now + submit.deadline_s
         self.state = State.QUEUED
         self.due_at = self.ends_at  # when the state has lasted too long
+        self.course = Course(now)
         self.queued_at = now
         self.ready_at = now  # not placed before: an attempt that failed again and again waits a little
         self.attempt = -1
@@ -164,6 +197,7 @@ class Answer:
         self.started_at = len(self.known)
         self.held.clear()
         self.finish = self.finish_at = None
+        self.course.begin()
         self.prefill = prefill
         self.decode = decode
         self.is_computed = False

@@ -101,7 +101,8 @@ class Dispatch:
         """Send on what `member` reported (None: an earlier token is missing). The request may end thereby."""
         if piece is not None:
             cached = cached_tokens if piece.position == answer.num_prompt else None
-            self._effects.append(Emit(answer.request_id, piece.position, piece.tokens, piece.finish, cached))
+            timings = None if piece.finish is None else answer.course.timings(now)
+            self._effects.append(Emit(answer.request_id, piece.position, piece.tokens, piece.finish, cached, timings))
             # the timetable comes by before that, and looks again
             answer.due_at = now + self._deadlines.progress_s
             if answer.state is State.PREFILLING:

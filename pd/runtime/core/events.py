@@ -6,7 +6,7 @@ The shell performs effects in order. It decides nothing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pd.runtime.wire.messages import (
@@ -98,6 +98,14 @@ class Order:
     message: Attach | Sever | Transfer
 
 
+class Timings(NamedTuple):
+    """Where an answer's time went, in seconds; of its last attempt. They add up to the time to decode's first token."""
+
+    queued_s: float  # from Submit until prefill planned its first chunk: in the router, for pages, at the prefill
+    prefill_s: float  # until the first token was here
+    handoff_s: float  # until decode's first token was here, its step included; 0 where one instance does both
+
+
 @dataclass(frozen=True, slots=True)
 class Emit:
     """Router only: tokens for the client, in order, each position once. `finish` is the request's one ending."""
@@ -107,6 +115,7 @@ class Emit:
     tokens: tuple[Token, ...]
     finish: Finish | None
     cached_tokens: int | None = None  # told with the first token
+    timings: Timings | None = field(default=None, compare=False)  # told with the last
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,6 +101,7 @@ class PrefillPart:
         for request, is_new in self.prompts.plan(step):
             outbox = self.outboxes.find(request.handle)
             if is_new:
+                request.begun_at = now
                 effects.append(Stamp(str(request.handle), "admitted", f"{request.num_cached} tokens cached"))
             if outbox is not None:
                 if is_new:
@@ -177,7 +178,7 @@ class PrefillPart:
         finish = request.take(token.id)
         cached = min(request.num_cached, request.num_prompt)
         effects: list[Effect] = [
-            Send(ROUTER, FirstToken(handle, position, token, finish, cached)),
+            Send(ROUTER, FirstToken(handle, position, token, finish, cached, now - request.begun_at)),
             Stamp(str(handle), "first_token"),
         ]
         if self._onward is not None:

@@ -45,6 +45,7 @@ class Request:
     deadline: float = 0.0  # for the first token
     table: PageTable = field(default_factory=PageTable)
     num_cached: int = 0  # tokens found in the prefix cache
+    begun_at: float = 0.0  # when its first chunk was planned
     slot: int | None = None
     num_computed: int = 0  # positions that launched steps compute, or that were cached or landed
     num_tokens: int = 0  # known; the next one reported gets this position

@@ -185,6 +185,7 @@ class RouterBrain:
         answer = self._streaming(member, message.handle, message.finish)
         if answer is None:
             return
+        answer.course.first(now, message.prefill_s)
         piece = answer.accept(message.position, (message.token,), message.finish)
         self._dispatch.emit(answer, piece, member, cached_tokens=message.cached_tokens, now=now)
 
@@ -193,7 +194,9 @@ class RouterBrain:
             answer = self._streaming(member, progress.handle, progress.finish)
             if answer is None:
                 continue
-            if answer.prefill is not None and answer.state is State.DECODING:
+            if answer.state is State.DECODING:
+                if answer.prefill is not answer.decode:
+                    answer.course.decoded(now)
                 answer.landed()
             piece = answer.accept(progress.position, progress.tokens, progress.finish)
             self._dispatch.emit(answer, piece, member, cached_tokens=None, now=now)

@@ -54,7 +54,7 @@ class Completions:
         )
         shape = self._shape(wanted, prompts, Head(request_id, int(time.time()), card.name))
         headers = ((b"x-request-id", request_id.encode()),)
-        with Run(self._door) as run:
+        with Run(self._door, tells_timings=exchange.header(b"x-pd-timings") == b"1") as run:
             for submit in submits:
                 run.submit(submit, self._new_answer(wanted, submit.tokens))
             if wanted.stream:

@@ -13,7 +13,7 @@ from collections.abc import Coroutine, Sequence
 from types import TracebackType
 from typing import Self
 
-from pd.runtime.core.events import End, Submit
+from pd.runtime.core.events import End, Submit, Timings
 from pd.runtime.front.answer import Answer, Delta, TokenProb
 from pd.runtime.front.asgi import EVENT_STREAM, Exchange, Headers
 from pd.runtime.front.door import Door, Stream
@@ -24,7 +24,7 @@ from pd.runtime.front.shapes import DONE, Shape, Usage, error_event
 class Choice:
     """One answer being made."""
 
-    __slots__ = ("answer", "cached_tokens", "door", "index", "is_open", "stream", "submit")
+    __slots__ = ("answer", "cached_tokens", "door", "index", "is_open", "stream", "submit", "timings")
 
     def __init__(self, door: Door, submit: Submit, *, index: int, answer: Answer) -> None:
         """Submits it."""
@@ -33,6 +33,7 @@ class Choice:
         self.index = index
         self.answer = answer
         self.cached_tokens = 0
+        self.timings: Timings | None = None
         self.is_open = True
         self.stream: Stream = door.submit(submit)
 
@@ -44,6 +45,8 @@ class Choice:
             raise from_end(event)
         if event.cached_tokens is not None:
             self.cached_tokens = event.cached_tokens
+        if event.timings is not None:
+            self.timings = event.timings
         delta = self.answer.take(event)
         if delta.finish is not None:
             if event.finish is None:
@@ -74,8 +77,10 @@ class Choice:
 class Run:
     """The choices of one HTTP request. Leaving the context abandons those still open."""
 
-    def __init__(self, door: Door) -> None:
+    def __init__(self, door: Door, *, tells_timings: bool = False) -> None:
+        """`tells_timings`: the usage says where the first choice's time went."""
         self._door = door
+        self.tells_timings = tells_timings
         self.choices: list[Choice] = []
 
     def __enter__(self) -> Self:
@@ -99,6 +104,7 @@ class Run:
             prompt_tokens=sum(len(choice.submit.tokens) for choice in firsts),
             completion_tokens=sum(choice.answer.num_tokens for choice in self.choices),
             cached_tokens=sum(choice.cached_tokens for choice in firsts),
+            timings=self.choices[0].timings if self.tells_timings else None,
         )
 
 

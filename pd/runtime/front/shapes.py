@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
+from pd.runtime.core.events import Timings
 from pd.runtime.front.answer import Delta, TokenProb
 from pd.runtime.front.text import TokenText
 from pd.runtime.wire.messages import Token
@@ -37,6 +38,12 @@ class Usage(NamedTuple):
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int  # of the prompt, not computed again
+    timings: Timings | None = None  # beside OpenAI's fields, for those who ask for it
+
+    def event(self) -> dict[str, object]:
+        """What the last event of a stream says."""
+        told = {} if self.timings is None else {"timings": self.timings._asdict()}
+        return {"choices": [], "usage": self.json(), **told}
 
     def json(self) -> dict[str, object]:
         return {
@@ -92,7 +99,7 @@ class CompletionShape:
         return _event(self._head | {"choices": [self._choice(index, delta, "")]} | usage)
 
     def usage(self, usage: Usage) -> bytes:
-        return _event(self._head | {"choices": [], "usage": usage.json()})
+        return _event(self._head | usage.event())
 
     def whole(self, choices: Sequence[Delta], usage: Usage) -> bytes:
         listed = [self._choice(index, delta, self._echoes[index]) for index, delta in enumerate(choices)]
@@ -152,7 +159,7 @@ class ChatShape:
         return self._event(index, {"content": delta.text} if delta.text else {}, delta)
 
     def usage(self, usage: Usage) -> bytes:
-        return _event(self._chunk_head | {"choices": [], "usage": usage.json()})
+        return _event(self._chunk_head | usage.event())
 
     def whole(self, choices: Sequence[Delta], usage: Usage) -> bytes:
         listed = [

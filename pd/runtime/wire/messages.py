@@ -227,6 +227,7 @@ class FirstToken(Message, frozen=True):
     token: Token
     finish: Finish | None
     cached_tokens: int  # of the prompt, found in the prefix cache
+    prefill_s: float = 0.0  # from its first chunk's plan
 
 
 class Progress(Value, frozen=True):
