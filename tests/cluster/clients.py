@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pd.runtime.core.events import Abandon, Emit, End, Event, Submit
 from pd.runtime.wire.messages import Finish
 from tests.cluster.clock import Clock
-from tests.cluster.model import Answer, expected
+from tests.cluster.model import Answer, expected, token_at
 from tests.cluster.scenario import Ask, Profile, Scenario
 from tests.cluster.trace import Violation
 
@@ -123,6 +123,9 @@ class Clients:
         want = client.wanted
         start = len(client.tokens)
         got = tuple(token.id for token in emit.tokens)
+        for offset, token in enumerate(emit.tokens):
+            if token != token_at(emit.position + offset, token.id, ask.sampling.logprobs):
+                raise Violation(f"{ask.request_id}: {token} at {emit.position + offset}")
         if emit.position != len(ask.prompt) + start:
             raise Violation(f"{ask.request_id}: position {emit.position}, {len(ask.prompt) + start} is next")
         if got != want.tokens[start : start + len(got)]:

@@ -101,7 +101,7 @@ def _instances(rng: random.Random, profile: Profile, frame: Frame) -> list[Insta
         size = rng.choice((2, 4, 8)) if odd_sizes else page_size
         longest = -(-frame.max_model_len // size)
         least = max(longest // 2, -(-12 // size))  # for a probe
-        num_pages = rng.randint(least, longest * 2) if tight else longest * rng.randint(3, 5)
+        num_pages = rng.randint(least, longest + longest // 4) if tight else longest * rng.randint(3, 5)
         if profile is Profile.CALM:
             num_pages = longest * 9  # for all slots and what is promised: nobody gives way
         elif profile is Profile.LATE:
@@ -128,7 +128,7 @@ def _instances(rng: random.Random, profile: Profile, frame: Frame) -> list[Insta
 
 def _asks(rng: random.Random, profile: Profile, frame: Frame) -> list[Ask]:
     beginnings = [_tokens(rng, rng.randint(4, frame.prompts[0])) for _ in range(2)]
-    num_asks = rng.randint(*frame.num_asks)
+    num_asks = rng.randint(*frame.num_asks) + (3 if profile is Profile.TIGHT else 0)
     asks: list[Ask] = []
     time = frame.first_at
     pace = num_asks / (frame.until - frame.first_at)
@@ -162,11 +162,12 @@ def _ask(
     seed: int,
     profile: Profile,
 ) -> Ask:
-    answer = frame.answer
+    answer = frame.answer * (2 if profile is Profile.TIGHT else 1)
     sampling = Sampling(
         max_tokens=rng.choice((1, 2, rng.randint(1, answer // 3), rng.randint(answer // 6, answer))),
         seed=seed,
         stop_token_ids=_tokens(rng, 2) if rng.random() < 0.4 else (),
+        logprobs=2 if rng.random() < 0.15 else None,
     )
     if profile is Profile.CALM:
         return Ask(at, request_id, prompt, sampling, deadline_s=30.0)

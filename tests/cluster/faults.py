@@ -18,7 +18,7 @@ from pd.runtime.core.dispatch import Dispatch
 from pd.runtime.core.events import Abandon, Effect, End, Event, Peer, Send
 from pd.runtime.core.flight import Flight
 from pd.runtime.core.inbox import Inboxes
-from pd.runtime.core.lives import Link, Links, Way
+from pd.runtime.core.lives import Links
 from pd.runtime.core.member import Member
 from pd.runtime.core.membership import Membership
 from pd.runtime.core.offers import Offers
@@ -33,7 +33,6 @@ from pd.runtime.wire.messages import (
     Fenced,
     Finish,
     Handle,
-    Hello,
     Landed,
     Prefill,
     Reserve,
@@ -217,11 +216,6 @@ def never_attach_again(patch: Patch) -> None:
     patch.setattr(Links, "break_off", give_up)
 
 
-def meet_the_severed_again(self: Links, hello: Hello, now: float) -> None:
-    self._links[hello.worker] = Link(hello, Way.CLOSED, now)
-    self._severed.pop(Peer(hello.worker, hello.epoch), None)
-
-
 # ---- pages ------------------------------------------------------------------------------------------------------
 
 
@@ -321,7 +315,6 @@ FAULTS: dict[str, Plant] = {
     ),
     "a ticket counts for every life of the writer": write_by_any_ticket,
     "a broken way is never tried again": never_attach_again,
-    "who was severed is attached again": instead(Links, "meet", meet_the_severed_again),
     "clocks of two hosts are compared": compare_clocks,
     "a ticket that comes twice is fenced though its writes are under way": fence_what_is_not_held,
     # both

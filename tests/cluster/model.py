@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from pd.runtime.wire.messages import Finish, Sampling
+from pd.runtime.wire.messages import Finish, Sampling, Token
 
 VOCAB_SIZE = 97
 
@@ -21,6 +21,11 @@ def kv_value(position: int, token: int, before: int, head: int) -> int:
 def sample(heads: Sequence[Sequence[int]], seed: int) -> int:
     """The token that follows the KV read, one sequence a head, from position 0 on: they say which position it is."""
     return hash((seed, *map(tuple, heads))) % VOCAB_SIZE
+
+
+def token_at(position: int, token: int, logprobs: int | None) -> Token:
+    """As a rank reports it, and a client must get it."""
+    return Token(token) if logprobs is None else Token(token, -1.0 / (position + 1), ((token, -0.5),) * logprobs)
 
 
 class Answer(NamedTuple):

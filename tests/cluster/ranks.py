@@ -17,6 +17,7 @@ from pd.runtime.wire.messages import (
     Handle,
     PeerUnreachable,
     Reserve,
+    Sampling,
     Sever,
     Severed,
     StepDone,
@@ -27,7 +28,7 @@ from pd.runtime.wire.messages import (
     WriteJob,
 )
 from tests.cluster.clock import Clock
-from tests.cluster.model import kv_value, sample
+from tests.cluster.model import kv_value, sample, token_at
 from tests.cluster.scenario import Instance
 from tests.cluster.trace import Violation
 from tests.cluster.writes import Claim, DataPlane, Write
@@ -39,7 +40,7 @@ Hear = Callable[[int, FromRank], None]
 class Slot:
     tokens: list[int]
     pages: list[int]
-    seed: int
+    sampling: Sampling
 
 
 class Ranks:
@@ -186,17 +187,17 @@ class Ranks:
         for init in plan.admits:
             if init.slot in self._slots:
                 raise Violation(f"step {plan.step} of {self.life} admits to slot {init.slot}, which is taken")
-            self._slots[init.slot] = Slot(list(init.tokens), list(init.pages), init.sampling.seed)
+            self._slots[init.slot] = Slot(list(init.tokens), list(init.pages), init.sampling)
         tokens = [token for chunk in plan.chunks if (token := self._compute(chunk)) is not None]
         for rank in range(self._num_ranks):
-            sampled = tuple(Token(token) for token in tokens) if rank == 0 else ()
+            sampled = tuple(tokens) if rank == 0 else ()
             self._answer(rank, StepDone(plan.step, sampled, seconds))
         for write in writes:
             self._clock.after(self._rng.expovariate(500.0), self._plane.start, write)
         if self._plans:
             self._begin()
 
-    def _compute(self, chunk: Chunk) -> int | None:
+    def _compute(self, chunk: Chunk) -> Token | None:
         slot, size = self._slots[chunk.slot], self.page_size
         slot.pages += chunk.pages
         if len(slot.tokens) < chunk.stop or len(slot.pages) * size < chunk.stop:
@@ -212,8 +213,8 @@ class Ranks:
             return None
         if len(slot.tokens) != chunk.stop:
             raise Violation(f"{self.life}: {chunk} samples for a position that has a token")
-        slot.tokens.append(sample([self._read(pool, slot.pages, chunk.stop) for pool in self.pool], slot.seed))
-        return slot.tokens[-1]
+        slot.tokens.append(sample([self._read(pool, slot.pages, chunk.stop) for pool in self.pool], slot.sampling.seed))
+        return token_at(chunk.stop, slot.tokens[-1], slot.sampling.logprobs)
 
     def _read(self, pool: list[list[int]], pages: list[int], stop: int) -> list[int]:
         values: list[int] = []

@@ -28,6 +28,8 @@ from tests.cluster.trace import Trace, Violation, short
 
 TICK_S = 0.1
 TICK = Tick()
+COUNTED = frozenset(("preempted", "quarantined", "severed", "repeated", "stale"))
+"""Stamps that tell what a run went through."""
 
 
 class Brain(Protocol):
@@ -53,6 +55,8 @@ class Shell:
         self.on_exit: Callable[[], None] | None = None
         self.check: Callable[[], None] = brain.check
         self.stamps: Counter[str] = Counter()
+        self.happened: Counter[str] = Counter()  # of all processes
+        self.repeats: list[str] = []  # why attempts were repeated; router only
         self.clock_offset = 0.0
         self.clock_rate = 1.0
         self.paused_until = 0.0
@@ -143,8 +147,12 @@ class Shell:
                 if self.ranks is not None and isinstance(message, Reserved):
                     self.ranks.promise(message.handle, message.ticket.pages)
                 self._post(self.life, to, message)
-            case Stamp(what=what):
+            case Stamp(what=what, detail=detail):
                 self.stamps[what] += 1
+                if what in COUNTED:
+                    self.happened[what] += 1
+                if what == "repeated":
+                    self.repeats.append(detail)
             case Launch(plan):
                 assert self.ranks is not None
                 self.ranks.launch(plan)
