@@ -61,7 +61,8 @@ class LibraryWorker:
 
     def settle(self, timeout_s: float) -> bool:
         """Take in what dead peers left on this host's side of the network. False: not within that time."""
-        if self._library.tend_s is None:
+        if self._library.tend_s is None:  # its own threads do
+            time.sleep(_SETTLE_S)
             return True
         done = threading.Event()
 

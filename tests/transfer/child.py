@@ -32,6 +32,10 @@ def main() -> None:
                     say(["TransferError"])
                 else:
                     say([type(end).__name__ for end in wait_jobs(transport, 1)])
+            case ["begin", peer, count, num_jobs]:
+                for job in range(num_jobs):
+                    transport.write(peer, [Span(0, 0, count)], job=job)
+                say(None)
             case ["sever", peer]:
                 say(transport.sever(peer))
     net.close()

@@ -177,7 +177,7 @@ class Child:
     """A transport in a process of its own; see child.py."""
 
     def __init__(self, backend: str, me: str, nbytes: int) -> None:
-        env = os.environ | {"PYTHONPATH": str(ROOT)}
+        env = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), *sys.path))}
         command = [sys.executable, "-m", "tests.transfer.child", backend, me, str(nbytes)]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, cwd=ROOT, text=True

@@ -30,6 +30,7 @@ from tests.transfer.kit import (
 
 MIB = 1 << 20
 QUICK = TcpLimits(connect_s=0.5, stall_s=0.5)
+PATIENT = TcpLimits(connect_s=5, stall_s=0.5)
 
 Spawn = Callable[[str, int], Child]
 
@@ -170,6 +171,61 @@ def predecessor(backend: str, old: bytes, new: bytes) -> bytes:
     life = msgspec.structs.replace(lost.life, pid=here.life.pid)
     source = msgspec.structs.replace(lost.source, fd=here.source.fd)
     return msgspec.msgpack.encode(msgspec.structs.replace(lost, life=life, source=source))
+
+
+def test_nothing_of_a_killed_writer_lands_once_it_is_severed(net: Net, spawn: Spawn) -> None:
+    """Its pages go to others then: what its network still holds must be taken in before, or never."""
+    nbytes = 64 * MIB
+    a, view = net.make("a", nbytes)
+    child = spawn("b", nbytes)
+    child.ask("fill", 1)
+    child.ask("connect", "a", a.endpoint().hex())
+    a.connect("b", child.endpoint)
+    child.ask("begin", "a", nbytes, 20)
+    deadline = time.monotonic() + 10
+    while view[4096] == 0 and time.monotonic() < deadline:
+        time.sleep(1e-3)
+    assert view[4096] == 1, "it writes"
+    child.process.kill()
+    child.process.wait()
+    assert a.sever("b")
+    view[:] = bytes(nbytes)
+    time.sleep(0.2)  # for whatever may come: nothing may
+    assert view == bytes(nbytes)
+
+
+# ---- a peer that is stopped, through a library -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", backends("nixl-tcp", "mooncake"))
+def test_a_stopped_peer_is_lost_by_the_deadline_and_quarantined_until_it_is_dead(backend: str) -> None:
+    """The libraries would wait for ever, or 30 s, and what they have sent may land when the peer goes on."""
+    nbytes = 32 * MIB
+    net, child = Net(backend), Child(backend, "b", nbytes)
+    a, view = net.make("a", nbytes, PATIENT)
+    view[:] = b"\x01" * nbytes
+    try:
+        a.connect("b", child.endpoint)
+        a.write("b", [Span(0, 0, 64)], job=1)
+        wait_jobs(a, 1)
+        os.kill(child.process.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, child.process.pid, os.WSTOPPED | os.WNOWAIT)
+        began = time.monotonic()
+        for job in (2, 3):
+            a.write("b", [Span(0, 0, nbytes)], job=job)
+        ended = wait_lost(a, timeout_s=10)
+        assert [type(end) for end in ended] == [JobFailed, JobFailed, PeerLost]
+        assert [(end.job, end.may_land) for end in ended if isinstance(end, JobFailed)] == [(2, True), (3, False)]
+        assert "no progress with b in 0.5 s" in ended[0].reason  # type: ignore[union-attr]
+        assert 0.5 <= time.monotonic() - began < 3
+        assert not a.sever("b"), "it lives"
+        os.kill(child.process.pid, signal.SIGCONT)
+        child.ask("digest")
+        child.kill()
+        assert a.sever("b"), "its death is proven: its pages come back"
+    finally:
+        child.close()
+        net.close()
 
 
 # ---- a peer that is stopped, over tcp --------------------------------------------------------------------------
