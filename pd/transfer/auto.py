@@ -1,24 +1,47 @@
-"""Transfer that picks the way for each peer: shared memory on one host, else TCP; both over one region."""
+"""Transfer that picks the way for each peer; all ways move bytes of one region.
+
+on this host                        shm
+elsewhere, no library at hand       tcp
+elsewhere                           whichever of the library and tcp proves itself and is faster (contest.py)
+"""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 
 from pd.transfer import shm
+from pd.transfer.contest import AREA_NBYTES, Area, Contest, pattern
 from pd.transfer.host import is_dead, this_life, why_elsewhere
+from pd.transfer.library_transport import LibraryTransport
 from pd.transfer.outbox import Outbox
-from pd.transfer.region import refuse_device
-from pd.transfer.shm import ShmEndpoint, ShmTransport
+from pd.transfer.region import check_spans, refuse_device
+from pd.transfer.shm import MAX_JOBS, ShmEndpoint, ShmTransport
 from pd.transfer.tcp import TcpTransport
-from pd.transfer.transport import Completion, Span, TransferError
+from pd.transfer.transport import Completion, JobDone, JobFailed, PeerLost, Span, TransferError, Transport
 
 
 class _Endpoint(msgspec.Struct, frozen=True, array_like=True, tag="auto"):
     shm: bytes
     tcp: bytes
+    library: bytes = b""
+    library_name: str = ""
+    nbytes: int = 0  # of the region without the contest's area; 0: it has none
+
+
+@dataclass(slots=True)
+class _Peer:
+    there: _Endpoint
+    known: ShmEndpoint
+    way: Transport | None  # None while the contest runs
+    why: str
+    contest: Contest | None = None
+    waiting: list[tuple[Sequence[Span], int, bool]] = field(default_factory=list)  # spans, job, is_read
 
 
 class AutoTransport:
@@ -27,21 +50,47 @@ class AutoTransport:
     name = "auto"
 
     def __init__(
-        self, *, me: str, host: str = "127.0.0.1", devices: tuple[str, ...] = (), key: bytes | None = None
+        self,
+        *,
+        me: str,
+        host: str = "127.0.0.1",
+        devices: tuple[str, ...] = (),
+        key: bytes | None = None,
+        library: Callable[[Outbox], LibraryTransport] | None = None,
+        without: str = "",
     ) -> None:
-        """`host`, `devices` and `key` are TCP's. Raises TransferError."""
+        """`host`, `devices` and `key` are TCP's. `library` makes what may beat it, or `without` says why there is none.
+
+        Raises TransferError.
+        """
         self.me = me
         self._outbox = Outbox()
         self.wake_fd = self._outbox.wake_fd
-        self._shm = ShmTransport(me=me, outbox=self._outbox)
-        self._tcp = TcpTransport(me=me, host=host, devices=devices, key=key, outbox=self._outbox)
-        self._ways: dict[str, tuple[ShmTransport | TcpTransport, str]] = {}
-        self._known: dict[str, ShmEndpoint] = {}
+        self._boxes = {name: Outbox(within=self._outbox) for name in ("shm", "tcp", "library")}
+        self._shm = ShmTransport(me=me, outbox=self._boxes["shm"])
+        self._tcp = TcpTransport(me=me, host=host, devices=devices, key=key, outbox=self._boxes["tcp"])
+        self._library: LibraryTransport | None = None
+        self._without = without
+        try:
+            self._library = library(self._boxes["library"]) if library is not None else None
+        except TransferError as error:
+            self._without = f"no library, as it does not start: {error}"
+        self._tries = itertools.count(-1, -1)  # jobs of contests; callers' are not negative
+        self._view = memoryview(b"")
+        self._nbytes = 0
+        self._peers: dict[str, _Peer] = {}
+        self._known: dict[str, tuple[_Endpoint, ShmEndpoint]] = {}
 
     def allocate(self, nbytes: int) -> memoryview:
-        view = self._shm.allocate(nbytes)
-        self._tcp.register(ctypes.addressof(ctypes.c_char.from_buffer(view)), nbytes)
-        return view
+        area = AREA_NBYTES if self._library is not None and nbytes > 0 else 0
+        self._view = self._shm.allocate(nbytes + area)
+        self._nbytes = nbytes
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._view))
+        self._tcp.register(address, nbytes + area)
+        if self._library is not None:
+            self._library.register(address, nbytes + area)
+            self._view[nbytes : nbytes + len(pattern(self.me))] = pattern(self.me)
+        return self._view[:nbytes]
 
     def register(self, address: int, nbytes: int, device: int | None = None) -> None:
         refuse_device("auto", address, nbytes, device)
@@ -50,7 +99,10 @@ class AutoTransport:
         )
 
     def endpoint(self) -> bytes:
-        return msgspec.msgpack.encode(_Endpoint(self._shm.endpoint(), self._tcp.endpoint()))
+        library, name, nbytes = b"", "", 0
+        if self._library is not None:
+            library, name, nbytes = self._library.endpoint(), self._library.name, self._nbytes
+        return msgspec.msgpack.encode(_Endpoint(self._shm.endpoint(), self._tcp.endpoint(), library, name, nbytes))
 
     def connect(self, peer: str, endpoint: bytes) -> None:
         try:
@@ -61,48 +113,133 @@ class AutoTransport:
         reason = shm.why_unreachable(known)
         if reason is None:
             self._shm.connect(peer, there.shm)
-            self._ways[peer] = (self._shm, "one host")
+            chosen = _Peer(there, known, self._shm, "one host")
         else:
             self._tcp.connect(peer, there.tcp)
-            self._ways[peer] = (self._tcp, reason)
-        self._known[peer] = known
+            chosen = self._contend(peer, there, known, reason)
+        if peer not in self._peers or chosen.contest is None or not self._is_contending(peer):
+            self._peers[peer] = chosen
+        self._known[peer] = (there, known)
 
     def describe(self, peer: str) -> str | None:
-        """The way to a connected peer and why, for a person: `shm (one host)`."""
-        way, why = self._way(peer)
-        return f"{way.name} ({why})"
+        known = self._peer(peer)
+        return None if known.way is None else f"{known.way.name} ({known.why})"
 
     def write(self, peer: str, spans: Sequence[Span], *, job: int) -> None:
-        self._way(peer)[0].write(peer, spans, job=job)
+        self._take(peer, spans, job, is_read=False)
 
     def read(self, peer: str, spans: Sequence[Span], *, job: int) -> None:
-        self._way(peer)[0].read(peer, spans, job=job)
+        self._take(peer, spans, job, is_read=True)
 
     def poll(self) -> list[Completion]:
-        return self._outbox.drain()
+        ended = self._outbox.drain()
+        now = time.monotonic()
+        for name, box in self._boxes.items():
+            for end in box.drain():
+                ended += self._hear(name, end, now)
+        for peer, known in list(self._peers.items()):
+            if known.contest is not None:
+                known.contest.tick(now)
+                ended += self._settle(peer, known)
+        return ended
 
     def sever(self, peer: str) -> bool:
-        """True if neither way is left to it: its connections are ended, and it is elsewhere or dead.
-
-        Asked again, looks again.
+        """True if no way is left to it: its connections are ended, and it is elsewhere or dead; dead where it has
+        our library's contact. Asked again, looks again.
         """
-        self._ways.pop(peer, None)
-        known = self._known.get(peer)
+        lost = self._peers.pop(peer, None)
+        if lost is not None and lost.contest is not None:
+            self._outbox.put(*(JobFailed(job, peer, "severed here") for _, job, _ in lost.waiting))
+        there, known = self._known.get(peer, (None, None))
         self._shm.sever(peer)
         is_cut = self._tcp.sever(peer)
-        if known is None:
+        if known is None or there is None:
             return False  # nobody told us which process that is
         if known.me != peer:
             is_cut = self._tcp.sever(known.me) and is_cut
+        if self._library is not None and there.library_name == self._library.name:
+            is_cut = self._library.sever(peer) and is_cut
         ours = this_life()
         return is_cut and (why_elsewhere(known.life, ours) is not None or is_dead(known.life, ours))
 
     def close(self) -> None:
-        self._tcp.close()  # first: it stands on the other's memory
+        if self._library is not None:
+            self._library.close()
+        self._tcp.close()  # before shm: it stands on the other's memory
+        self._view = memoryview(b"")
         self._shm.close()
+        for peer, known in self._peers.items():
+            self._outbox.put(*(JobFailed(job, peer, "transport closed") for _, job, _ in known.waiting))
+            known.waiting.clear()
         self._outbox.close()
 
-    def _way(self, peer: str) -> tuple[ShmTransport | TcpTransport, str]:
-        if peer not in self._ways:
+    def _contend(self, peer: str, there: _Endpoint, known: ShmEndpoint, reason: str) -> _Peer:
+        """Over tcp at once, or over what the contest finds."""
+        if self._library is None or there.library_name != self._library.name:
+            lacks = self._without if self._library is None else f"its library is {there.library_name or 'none'}"
+            return _Peer(there, known, self._tcp, f"{reason}; {lacks}" if lacks else reason)
+        if self._is_contending(peer):
+            return self._peers[peer]
+        self._library.connect(peer, there.library)
+        ways: dict[str, Transport] = {self._library.name: self._library, "tcp": self._tcp}
+        ours, theirs = Area(self._nbytes, self.me), Area(there.nbytes, known.me)
+        contest = Contest(peer, ways, self._view, ours, theirs, self._tries)
+        contest.start(time.monotonic())
+        return _Peer(there, known, None, reason, contest)
+
+    def _is_contending(self, peer: str) -> bool:
+        return peer in self._peers and self._peers[peer].contest is not None
+
+    def _hear(self, box: str, end: Completion, now: float) -> list[Completion]:
+        """What the caller is to hear of what ended on one way."""
+        peer = self._peers.get(end.peer) if not isinstance(end, JobDone) else None
+        name = self._library.name if box == "library" and self._library is not None else box
+        if isinstance(end, PeerLost | JobFailed) and peer is not None and peer.contest is not None:
+            peer.contest.hear(name, end, now)
+            return []
+        if isinstance(end, JobDone | JobFailed) and end.job < 0:
+            for known in self._peers.values():
+                if known.contest is not None:
+                    known.contest.hear(name, end, now)
+            return []
+        if isinstance(end, PeerLost) and peer is not None and peer.way is not None and peer.way.name != name:
+            return []  # a way that is not used
+        return [end]
+
+    def _settle(self, peer: str, known: _Peer) -> list[Completion]:
+        """Once its contest is over: give what waited to the winner, or lose the peer."""
+        assert known.contest is not None
+        if not known.contest.is_over:
+            return []
+        told, winner = known.contest.told(), known.contest.winner
+        waiting, known.waiting = known.waiting, []
+        ways, known.contest = known.contest.ways, None
+        if winner is None:
+            del self._peers[peer]
+            reason = f"no way to {peer} works: {told}"
+            return [*(JobFailed(job, peer, reason) for _, job, _ in waiting), PeerLost(peer, reason)]
+        known.way, known.why = ways[winner], f"{known.why}; measured {told}"
+        failed: list[Completion] = []
+        for spans, job, is_read in waiting:
+            try:
+                (known.way.read if is_read else known.way.write)(peer, spans, job=job)
+            except TransferError as error:
+                failed.append(JobFailed(job, peer, str(error)))
+        return failed
+
+    def _take(self, peer: str, spans: Sequence[Span], job: int, *, is_read: bool) -> None:
+        known = self._peer(peer)
+        if known.there.nbytes and self._library is not None:  # without the areas behind the regions
+            src, dst = (known.there.nbytes, self._nbytes) if is_read else (self._nbytes, known.there.nbytes)
+            check_spans(spans, src_nbytes=src, dst_nbytes=dst)
+        if known.way is not None:
+            (known.way.read if is_read else known.way.write)(peer, spans, job=job)
+        elif len(known.waiting) < MAX_JOBS:
+            known.waiting.append((tuple(spans), job, is_read))
+        else:
+            raise TransferError(f"{MAX_JOBS} jobs wait for {peer} already")
+
+    def _peer(self, peer: str) -> _Peer:
+        if peer not in self._peers:
             raise TransferError(f"unknown peer {peer}")
-        return self._ways[peer]
+        return self._peers[peer]

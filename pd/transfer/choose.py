@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import importlib.util
+import os
+from collections.abc import Callable, Mapping
 
+from pd.transfer.library_transport import LibraryTransport
+from pd.transfer.outbox import Outbox
 from pd.transfer.transport import TransferError, Transport
 
 NAMES = ("auto", "shm", "tcp", "nixl", "mooncake")
@@ -42,7 +46,8 @@ def make_transport(
             from pd.transfer.auto import AutoTransport
 
             _refuse(name, given)
-            return AutoTransport(me=me, host=host, devices=devices, key=key)
+            library, without = _at_hand(me, host, devices, key)
+            return AutoTransport(me=me, host=host, devices=devices, key=key, library=library, without=without)
         case "tcp":
             from pd.transfer.tcp import TcpTransport
 
@@ -62,3 +67,31 @@ def _refuse(name: str, params: Mapping[str, str]) -> None:
     if params:
         told = ", ".join(f"{key}={value}" for key, value in params.items())
         raise TransferError(f"{name} has no parameter {told}", hint="parameters are for --transfer nixl and mooncake")
+
+
+def _at_hand(
+    me: str, host: str, devices: tuple[str, ...], key: bytes | None
+) -> tuple[Callable[[Outbox], LibraryTransport] | None, str]:
+    """The library that `auto` lets compete with tcp, or why there is none. Without RDMA tcp is the faster."""
+    if devices:
+        return None, "no library tried, as the devices given are tcp's"
+    if key is not None:
+        return None, "no library tried, as none can prove the cluster's key"
+    if not (names := _rdma_devices()):
+        return None, "no library tried, as this host has no RDMA device"
+    if importlib.util.find_spec("nixl") is not None:
+        from pd.transfer.nixl import nixl_transport
+
+        return (lambda outbox: nixl_transport(me=me, outbox=outbox)), ""
+    if importlib.util.find_spec("mooncake") is not None:
+        from pd.transfer.mooncake import mooncake_transport
+
+        return (lambda outbox: mooncake_transport(me=me, host=host, protocol="rdma", outbox=outbox)), ""
+    return None, f"neither nixl nor mooncake is installed, which would use {', '.join(names)}"
+
+
+def _rdma_devices() -> list[str]:
+    try:
+        return sorted(os.listdir("/sys/class/infiniband"))
+    except OSError:
+        return []

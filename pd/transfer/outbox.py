@@ -16,8 +16,10 @@ class Outbox:
     Bounded by the jobs that backends take: each puts one completion a job and one a lost peer.
     """
 
-    def __init__(self) -> None:
-        self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+    def __init__(self, *, within: Outbox | None = None) -> None:
+        """`within`: rings that one's `wake_fd`, which whoever drains this must drain first."""
+        self._within = within
+        self.wake_fd: int = within.wake_fd if within else os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._lock = threading.Lock()
         self._waiting: deque[Completion] = deque()
         self._is_open = True
@@ -29,6 +31,9 @@ class Outbox:
 
     def ring(self) -> None:
         """Make `wake_fd` readable: there is a reason to poll."""
+        if self._within is not None:
+            self._within.ring()
+            return
         with self._lock:
             if self._is_open:
                 os.eventfd_write(self.wake_fd, 1)
@@ -36,7 +41,7 @@ class Outbox:
     def drain(self) -> list[Completion]:
         """Everything put so far, in order. Also after `close`, for what failed by it."""
         with self._lock:
-            if self._is_open:
+            if self._is_open and self._within is None:
                 with contextlib.suppress(BlockingIOError):  # nobody rang
                     os.eventfd_read(self.wake_fd)
             drained = list(self._waiting)
@@ -47,4 +52,5 @@ class Outbox:
         with self._lock:
             if self._is_open:
                 self._is_open = False
-                os.close(self.wake_fd)
+                if self._within is None:
+                    os.close(self.wake_fd)

@@ -158,7 +158,7 @@ def test_a_peer_restarted_at_the_same_address_is_not_taken_for_its_predecessor(n
 def predecessor(backend: str, old: bytes, new: bytes) -> bytes:
     """The old life's endpoint with the new life's address: same port, or same pid and descriptor."""
     if backend == "auto":
-        parts = zip(("shm", "tcp"), *(msgspec.msgpack.decode(end)[1:] for end in (old, new)), strict=True)
+        parts = zip(("shm", "tcp"), *(msgspec.msgpack.decode(end)[1:3] for end in (old, new)), strict=True)
         return msgspec.msgpack.encode(["auto", *(predecessor(*part) for part in parts)])
     if backend == "tcp":
         was, now = (msgspec.msgpack.decode(end, type=TcpEndpoint) for end in (old, new))

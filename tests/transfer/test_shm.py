@@ -126,8 +126,8 @@ def test_shm_says_what_it_cannot_register() -> None:
 
 def foreign(endpoint: bytes, **change: object) -> bytes:
     """An auto endpoint as another host would send it."""
-    tag, shm, tcp = msgspec.msgpack.decode(endpoint)
-    return msgspec.msgpack.encode([tag, msgspec.msgpack.encode(with_life(shm_part(shm), **change)), tcp])
+    tag, shm, *rest = msgspec.msgpack.decode(endpoint)
+    return msgspec.msgpack.encode([tag, msgspec.msgpack.encode(with_life(shm_part(shm), **change)), *rest])
 
 
 def test_auto_takes_shm_on_one_host_and_tcp_beyond_and_says_why() -> None:
@@ -153,11 +153,11 @@ def test_auto_takes_tcp_where_the_memory_cannot_be_opened() -> None:
     a, view_a = net.make("a", 64)
     b, view_b = net.make("b", 64)
     view_a[:] = b"\x01" * 64
-    tag, shm, tcp = msgspec.msgpack.decode(b.endpoint())
+    tag, shm, *rest = msgspec.msgpack.decode(b.endpoint())
     there = shm_part(shm)
     source = msgspec.structs.replace(there.source, fd=99_999)
     shm = msgspec.msgpack.encode(msgspec.structs.replace(there, source=source))
-    a.connect("b", msgspec.msgpack.encode([tag, shm, tcp]))
+    a.connect("b", msgspec.msgpack.encode([tag, shm, *rest]))
     assert cast(AutoTransport, a).describe("b").startswith("tcp (its memory cannot be opened: ")
     a.write("b", [Span(0, 0, 64)], job=1)
     assert done_jobs(wait_jobs(a, 1)) == [1]

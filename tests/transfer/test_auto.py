@@ -1,0 +1,156 @@
+"""`auto` with a library at hand: it proves each way to a peer elsewhere with real bytes, takes the faster, says so."""
+
+from __future__ import annotations
+
+import itertools
+import os
+
+import msgspec
+import pytest
+
+from pd.transfer.auto import AutoTransport
+from pd.transfer.contest import AREA_NBYTES, WAY_S, Area, Contest, pattern
+from pd.transfer.memory import MemoryHub, MemoryTransport, Task
+from pd.transfer.shm import ShmEndpoint
+from pd.transfer.transport import JobDone, JobFailed, PeerLost, Span, TransferError
+from tests.transfer.kit import done_jobs, wait_for, wait_jobs, why_absent
+
+NBYTES = 4096
+
+
+class Wrong(MemoryTransport):
+    """Says of every write that it is done, and moves nothing."""
+
+    def _is_due(self, task: Task) -> bool:
+        if not task.is_read:
+            self._outbox.put(JobDone(task.job, task.nbytes, 1e-9))
+            self._peers[task.peer].tasks.popleft()
+            return bool(self._peers[task.peer].tasks) and self._is_due(self._peers[task.peer].tasks[0])
+        return True
+
+
+class Ways:
+    """A contest over two memory transports, `fast` and `slow`, driven by hand."""
+
+    def __init__(
+        self, fast: type[MemoryTransport] = MemoryTransport, slow: type[MemoryTransport] = MemoryTransport
+    ) -> None:
+        self.made: list[MemoryTransport] = []
+        hubs = {name: MemoryHub() for name in ("fast", "slow")}
+        self.ways: dict[str, MemoryTransport] = {}
+        for name, kind in (("fast", fast), ("slow", slow)):
+            there = MemoryTransport(me="there", hub=hubs[name])
+            there.allocate(NBYTES + AREA_NBYTES)[NBYTES : NBYTES + 65536] = pattern("there")
+            here = kind(me="here", hub=hubs[name])
+            self.made += [here, there]
+            self.ways[name] = here
+        self.view = self.ways["fast"].allocate(NBYTES + AREA_NBYTES)
+        address = self.ways["fast"]._region.address  # type: ignore[union-attr]
+        self.ways["slow"].register(address, NBYTES + AREA_NBYTES)
+        self.view[NBYTES : NBYTES + 65536] = pattern("here")
+        for name, here in self.ways.items():
+            here.connect("there", hubs[name].members["there"].endpoint())
+        self.contest = Contest(
+            "there", self.ways, self.view, Area(NBYTES, "here"), Area(NBYTES, "there"), itertools.count(-1, -1)
+        )
+
+    def run(self, seconds: dict[str, float]) -> Contest:
+        """To its end, as if each job had taken what `seconds` says."""
+        self.contest.start(0.0)
+        for _ in range(20):
+            for name, way in self.ways.items():
+                for end in way.poll():
+                    timed = as_timed(end, seconds[name])
+                    self.contest.hear(name, timed, 0.0)
+        return self.contest
+
+
+def as_timed(end: object, seconds: float) -> JobDone | JobFailed | PeerLost:
+    assert isinstance(end, JobDone | JobFailed | PeerLost)
+    return JobDone(end.job, end.nbytes, seconds) if isinstance(end, JobDone) else end
+
+
+def test_the_faster_of_two_sound_ways_wins_and_both_rates_are_told() -> None:
+    contest = Ways().run({"fast": 1e-3, "slow": 4e-3})
+    assert contest.is_over and contest.winner == "fast"
+    assert contest.told() == "fast at 4.19 GB/s, slow at 1.05 GB/s"
+
+
+def test_a_way_that_says_done_and_moves_nothing_is_out_however_fast() -> None:
+    contest = Ways(fast=Wrong).run({"fast": 1e-9, "slow": 4e-3})
+    assert contest.winner == "slow"
+    assert contest.told().startswith("fast: what was written is not what is read back, slow at")
+
+
+def test_a_way_that_reads_wrong_bytes_is_out() -> None:
+    ways = Ways()
+    there = ways.made[1]
+    assert there._region is not None
+    there._region.view[NBYTES] ^= 1
+    assert ways.run({"fast": 1e-3, "slow": 4e-3}).winner == "slow"
+    assert ways.contest.told().startswith("fast: reads wrong bytes, slow at")
+
+
+def test_a_way_that_does_not_answer_is_out_in_time_and_none_is_left_where_no_way_works() -> None:
+    ways = Ways()
+    ways.contest.start(0.0)
+    ways.contest.tick(WAY_S + 0.1)
+    assert not ways.contest.is_over
+    ways.contest.hear("slow", PeerLost("there", "it hung up"), WAY_S + 0.2)
+    assert ways.contest.is_over and ways.contest.winner is None
+    assert ways.contest.told() == "fast: not proven within 5 s, slow: it hung up"
+
+
+# ---- with NIXL -----------------------------------------------------------------------------------------------------
+
+
+def as_from_elsewhere(endpoint: bytes) -> bytes:
+    """As another host would send it."""
+    tag, shm, *rest = msgspec.msgpack.decode(endpoint)
+    there = msgspec.msgpack.decode(shm, type=ShmEndpoint)
+    there = msgspec.structs.replace(there, life=msgspec.structs.replace(there.life, boot_id="elsewhere"))
+    return msgspec.msgpack.encode([tag, msgspec.msgpack.encode(there), *rest])
+
+
+@pytest.mark.skipif(why_absent("nixl") is not None, reason=str(why_absent("nixl")))
+def test_nixl_competes_with_tcp_and_jobs_given_meanwhile_arrive_in_order() -> None:
+    from pd.transfer.nixl import nixl_transport
+
+    made = [AutoTransport(me=me, library=lambda box, me=me: nixl_transport(me=me, outbox=box)) for me in ("a", "b")]  # type: ignore[misc]
+    a, b = made
+    view_a, view_b = a.allocate(NBYTES), b.allocate(NBYTES)
+    try:
+        view_a[:] = os.urandom(NBYTES)
+        b.connect("a", as_from_elsewhere(a.endpoint()))
+        a.connect("b", as_from_elsewhere(b.endpoint()))
+        assert a.describe("b") is None
+        with pytest.raises(TransferError, match="source of 4096 bytes, destination of 4096"):
+            a.write("b", [Span(0, NBYTES, 1)], job=0)
+        a.write("b", [Span(0, 0, 64)], job=1)
+        a.write("b", [Span(64, 0, 64)], job=2)
+        assert done_jobs(wait_jobs(a, 2)) == [1, 2]
+        assert view_b[:64] == view_a[64:128] and view_b[64:] == bytes(NBYTES - 64)
+        told = a.describe("b")
+        assert told is not None and "measured nixl at" in told and "tcp at" in told and "GB/s" in told
+        assert not a.sever("b"), "it lives, and has our library's contact"
+    finally:
+        for transport in made:
+            transport.close()
+
+
+def test_a_peer_without_the_library_is_reached_by_tcp_and_the_description_says_why() -> None:
+    a = AutoTransport(me="a", without="no library tried, as this host has no RDMA device")
+    b = AutoTransport(me="b")
+    try:
+        a.allocate(64)
+        view_b = b.allocate(64)
+        a.connect("b", as_from_elsewhere(b.endpoint()))
+        told = a.describe("b")
+        assert told is not None and told.startswith("tcp (on another host (boot elsewhere")
+        assert told.endswith("; no library tried, as this host has no RDMA device)")
+        a.write("b", [Span(0, 0, 64)], job=1)
+        assert done_jobs(wait_for(a, lambda ended: bool(ended))) == [1]
+        assert view_b == bytes(64)
+    finally:
+        a.close()
+        b.close()
