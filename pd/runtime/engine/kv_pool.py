@@ -59,7 +59,7 @@ def make_pool(
             flat = torch.frombuffer(transport.allocate(nbytes), dtype=dtype)
         else:
             flat = torch.zeros(nbytes // dtype.itemsize, dtype=dtype, device=device)
-            transport.register(flat.data_ptr(), nbytes)
+            transport.register(flat.data_ptr(), nbytes, flat.device.index)
     except (MemoryError, OSError, torch.OutOfMemoryError) as error:
         raise ConfigError(
             f"a KV pool of {shard.num_pages} pages, {nbytes / 2**20:.0f} MiB, is not to be had: {error}",
