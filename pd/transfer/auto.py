@@ -117,8 +117,7 @@ class AutoTransport:
         else:
             self._tcp.connect(peer, there.tcp)
             chosen = self._contend(peer, there, known, reason)
-        if peer not in self._peers or chosen.contest is None or not self._is_contending(peer):
-            self._peers[peer] = chosen
+        self._peers[peer] = chosen
         self._known[peer] = (there, known)
 
     def describe(self, peer: str) -> str | None:
@@ -178,17 +177,14 @@ class AutoTransport:
         if self._library is None or there.library_name != self._library.name:
             lacks = self._without if self._library is None else f"its library is {there.library_name or 'none'}"
             return _Peer(there, known, self._tcp, f"{reason}; {lacks}" if lacks else reason)
-        if self._is_contending(peer):
-            return self._peers[peer]
+        if (contending := self._peers.get(peer)) is not None and contending.contest is not None:
+            return contending
         self._library.connect(peer, there.library)
         ways: dict[str, Transport] = {self._library.name: self._library, "tcp": self._tcp}
         ours, theirs = Area(self._nbytes, self.me), Area(there.nbytes, known.me)
         contest = Contest(peer, ways, self._view, ours, theirs, self._tries)
         contest.start(time.monotonic())
         return _Peer(there, known, None, reason, contest)
-
-    def _is_contending(self, peer: str) -> bool:
-        return peer in self._peers and self._peers[peer].contest is not None
 
     def _hear(self, box: str, end: Completion, now: float) -> list[Completion]:
         """What the caller is to hear of what ended on one way."""
