@@ -126,9 +126,23 @@ def _key(file: Annotated[Path, typer.Argument(metavar="FILE", help="A file that 
     typer.echo(f"{file} holds a new cluster key: give every process --cluster-key {file}")
 
 
+def _drain(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The instance's, as /state shows it.")],
+    router: Annotated[
+        str, typer.Option(metavar="tcp://HOST:PORT", help="Where instances meet the router.")
+    ] = "tcp://127.0.0.1:8500",
+    cluster_key: Annotated[str | None, typer.Option(metavar="FILE", help="The cluster's key, if it has one.")] = None,
+) -> Callable[[], int]:
+    """Have an instance take nothing new, end what it runs, and leave; wait until it has."""
+    from pd.runtime.roles.operator import drain
+
+    return partial(drain, name, router=router, cluster_key=cluster_key)
+
+
 app.command("serve", cls=GroupedHelp)(as_command(_serve, ServeOptions))
 app.command("launch", cls=GroupedHelp)(as_command(_launch, LaunchOptions))
 app.command("doctor", cls=GroupedHelp)(as_command(_doctor, DoctorOptions))
+app.command("drain")(_drain)
 app.command("key")(_key)
 app.add_typer(bench, name="bench")
 

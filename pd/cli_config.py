@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import socket
@@ -33,7 +34,7 @@ _WORDS = {
     "reserve": ("early", "late"),
     "direction": ("push", "pull"),
 }
-_SHARED_COUNTS = ("page_size", "max_running", "max_prefill_tokens", "max_model_len")
+_SHARED_COUNTS = ("page_size", "max_running", "max_prefill_tokens", "max_model_len", "max_attempts")
 _OWN_COUNTS = ("tp", "num_pages", "threads")
 _OF_INSTANCES = (
     *(
@@ -52,7 +53,7 @@ _OF_INSTANCES = (
     *("max_running", "max_prefill_tokens", "max_model_len", "transfer", "transfer_devices", "transfer_param"),
 )
 """Options that say nothing to a router."""
-_OF_ROUTERS = ("api_key_file", "reserve", "direction")
+_OF_ROUTERS = ("api_key_file", "deadline", "direction", "max_attempts", "reserve")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*(?:([KMGT])i?B?|B)?", re.IGNORECASE)
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _ADDRESS = re.compile(r"tcp://(\[[0-9a-fA-F:]+\]|[A-Za-z0-9*][A-Za-z0-9.-]*|\*):(\d{1,5})")
@@ -78,6 +79,8 @@ def launch_config(options: LaunchOptions) -> InstanceConfig | RouterConfig:
             api_key_file=options.api_key_file,
             reserve=options.reserve,
             direction=options.direction,
+            request_s=options.deadline,
+            max_attempts=options.max_attempts,
         )
     return InstanceConfig(
         role=Role(options.role),
@@ -140,6 +143,8 @@ def shared_faults(options: SharedOptions) -> Iterator[str]:
     for param in options.transfer_param or ():
         if not all(_pair(param)):
             yield f"--transfer-param is {param!r}, must be KEY=VALUE"
+    if not 0 < options.deadline < math.inf:
+        yield f"--deadline is {options.deadline:g}, must be a number of seconds above 0"
     if not options.host:
         yield "--host is empty"
 

@@ -20,6 +20,7 @@ from pd.runtime.roles.supervisor import ServeConfig, claim_port
 from pd.runtime.wire.messages import Role
 
 _KEYS = ("tp", "name", "num-pages", "threads", "cores")
+_ROUTERS_OWN = ("host", "api_key_file", "deadline", "direction", "max_attempts", "reserve")
 _NUMBERS = ("tp", "num-pages", "threads")
 _MEMBERSHIP_PORT = urlsplit(LinkConfig().router).port or 0
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
@@ -85,15 +86,8 @@ def launches(options: ServeOptions) -> list[LaunchOptions]:
     if faults:
         raise ConfigError(*dict.fromkeys(faults), hint="pd serve --help")
     check_keys(options)
-    router = LaunchOptions(
-        role=Role.ROUTER.value,
-        host=options.host,
-        cluster_key=options.cluster_key,
-        insecure=options.insecure,
-        api_key_file=options.api_key_file,
-        reserve=options.reserve,
-        direction=options.direction,
-    )
+    kept = {name: getattr(options, name) for name in (*_ROUTERS_OWN, "cluster_key", "insecure")}
+    router = LaunchOptions(role=Role.ROUTER.value, **kept)
     return [router, *_with_cores(instances, options)]
 
 
@@ -131,7 +125,7 @@ def _instance(options: ServeOptions, role: Role, text: str, *, number: int) -> t
         else:
             settings[key.replace("-", "_")] = int(value) if key in _NUMBERS else value
     shared = {entry.name: getattr(options, entry.name) for entry in fields(SharedOptions)}
-    for name in ("cores", "host", "api_key_file", "reserve", "direction"):  # shared out between them; the router's
+    for name in ("cores", *_ROUTERS_OWN):  # the first they all share between them
         del shared[name]
     instance = LaunchOptions(**{"role": role.value, "name": f"{role.value}-{number}", **shared, **settings})
     faults += own_faults(instance)

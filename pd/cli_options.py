@@ -131,6 +131,14 @@ class SharedOptions:
         bool,
         typer.Option("--insecure", help="Let others reach the links without a key.", rich_help_panel=_NETWORK),
     ] = False
+    max_attempts: Annotated[
+        int,
+        typer.Option(metavar="N", help="Tries of one request, when instances fail under it.", rich_help_panel=_STEPS),
+    ] = 3
+    deadline: Annotated[
+        float,
+        typer.Option(metavar="SECONDS", help="For a whole answer; then it fails.", rich_help_panel=_STEPS),
+    ] = 600.0
     api_key_file: Annotated[
         str | None,
         typer.Option(

@@ -6,6 +6,7 @@ handed in, never the global one.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from dataclasses import dataclass
 
@@ -86,6 +87,12 @@ class RouterMetrics:
         self._waiting.labels(instance).set(load.num_waiting)
         self._pages.labels(instance).set(load.num_pages)
         self._free.labels(instance).set(load.num_free_pages)
+
+    def left(self, instance: str) -> None:
+        """Say nothing more of it: names come and go."""
+        for gauge in (self._running, self._waiting, self._pages, self._free):
+            with contextlib.suppress(KeyError):
+                gauge.remove(instance)
 
     def _end(self, request_id: str, ending: str) -> None:
         if self._lives.pop(request_id, None) is not None:

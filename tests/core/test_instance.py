@@ -11,6 +11,7 @@ from pd.runtime.wire.messages import (
     Bye,
     Cancel,
     Cancelled,
+    DrainInstance,
     Failed,
     Fenced,
     Finish,
@@ -126,6 +127,14 @@ def test_an_idle_instance_drains_at_once() -> None:
     assert said(effects, Bye) == [Bye("test")]
     assert [exit.failed for exit in said(effects, Exit)] == [False]
     assert said(me.drain(), Exit) == said(me.wait(1.0), Exit) == []
+
+
+def test_an_instance_drains_when_the_router_says_so_and_only_if_it_is_meant() -> None:
+    me = Instance(Role.DECODE)
+    assert said(me.router(DrainInstance("another", "by hand")), Bye) == []
+    effects = me.router(DrainInstance(me.hello.worker, "by hand"))
+    assert said(effects, Bye) == [Bye("by hand")]
+    assert [exit.failed for exit in said(effects, Exit)] == [False]
 
 
 def test_draining_a_decode_instance_refuses_what_is_new_and_ends_what_was_promised() -> None:

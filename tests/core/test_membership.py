@@ -11,6 +11,8 @@ from pd.runtime.wire.messages import (
     Beat,
     Bye,
     Cancel,
+    DrainInstance,
+    DrainReport,
     Hello,
     ModelCard,
     Peers,
@@ -212,6 +214,32 @@ def test_who_says_bye_ends_what_it_runs_and_gets_nothing_new() -> None:
     effects = bench.wait(3.2, beating=others)
     assert told(effects, "p0") == [other for other in ("d0", "d1") if other != name]
     assert [message.handle.attempt for _, message in sent(effects, Reserve) if message.handle.request_id == "a"] == [1]
+
+
+def test_an_operators_order_to_drain_is_passed_on_and_answered_with_how_far_it_is() -> None:
+    bench = pair_bench()
+    handle = decoding(bench, "a")
+    bench.lives["operator"] = Peer("operator", "e")
+    order = DrainInstance("d0", "by hand")
+    effects = bench.hear("operator", order)
+    assert sent(effects, DrainInstance) == [("d0", order)]
+    assert sent(effects, DrainReport) == [("operator", DrainReport("d0", 1, 0, is_gone=False))]
+    bench.hear("d0", Bye("by hand"))
+    bench.tokens("d0", handle, 4, 71, 72, 73)
+    assert bench.answer_of("a") == [70, 71, 72, 73]
+    bench.join(hello("d1", Role.DECODE))
+    effects = bench.hear("operator", order)
+    assert sent(effects, DrainReport) == [("operator", DrainReport("d0", 0, 1, is_gone=False))]
+    bench.hear("d0", Bye("by hand", is_gone=True))
+    effects = bench.hear("operator", order)
+    assert sent(effects, DrainReport) == [("operator", DrainReport("d0", 0, 0, is_gone=True))]
+
+
+def test_an_unknown_instance_cannot_be_drained_and_the_known_are_named() -> None:
+    bench = pair_bench()
+    bench.lives["operator"] = Peer("operator", "e")
+    effects = bench.hear("operator", DrainInstance("d7", "by hand"))
+    assert effects == [Send("operator", Refusal("no instance is named d7; there are: d0, p0"))]
 
 
 def test_peers_are_said_again_now_and_then() -> None:

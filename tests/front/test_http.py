@@ -272,6 +272,20 @@ async def test_long_prompts_beyond_the_bound_are_told_to_come_back(tmp_path: Pat
         assert await ask() == 200
 
 
+@pytest.mark.parametrize(("asked", "given"), [(None, 600.0), (2.5, 2.5), (1000, 600.0)])
+async def test_a_client_may_want_its_answer_sooner_but_not_later(
+    tmp_path: Path, asked: float | None, given: float
+) -> None:
+    door = answering()
+    async with (
+        serving(door, tiny_text(tmp_path)) as url,
+        aiohttp.ClientSession() as session,
+        session.post(f"{url}/v1/completions", json={"prompt": "x", "deadline_s": asked}) as answer,
+    ):
+        assert answer.status == 200
+    assert [submit.deadline_s for submit in door.submits] == [given]
+
+
 KEYS = ("the-first-key-of-two", "the-second-key-of-two")
 
 

@@ -196,6 +196,20 @@ def test_loopback_needs_no_key_wherever_http_listens(router: str) -> None:
     assert launch_config(LaunchOptions(role="router", router=router, host="0.0.0.0")).link.cluster_key is None
 
 
+@pytest.mark.parametrize("deadline", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_deadline_is_a_number_of_seconds(deadline: float) -> None:
+    (fault,) = faults(LaunchOptions(role="router", deadline=deadline))
+    assert fault == f"--deadline is {deadline:g}, must be a number of seconds above 0"
+
+
+def test_attempts_and_deadline_reach_the_router() -> None:
+    config = launch_config(LaunchOptions(role="router", max_attempts=7, deadline=2.5))
+    assert isinstance(config, RouterConfig)
+    assert (config.max_attempts, config.request_s) == (7, 2.5)
+    router, *_ = launches(ServeOptions(max_attempts=7, deadline=2.5))
+    assert (router.max_attempts, router.deadline) == (7, 2.5)
+
+
 def test_a_bad_key_file_is_told_before_anything_starts(tmp_path: Path) -> None:
     (tmp_path / "key").write_text("hello")
     (tmp_path / "key").chmod(0o600)

@@ -168,6 +168,18 @@ def test_a_killed_child_is_started_again_and_leaves_no_orphan(tmp_path: Path, se
     assert serve.process.poll() is None
 
 
+def test_a_child_that_ended_as_it_was_told_to_is_not_started_again(tmp_path: Path, serves: list[Serve]) -> None:
+    serve = Serve(tmp_path, router=ROUTER, polite=POLITE)
+    serves.append(serve)
+    serve.until("stop   Ctrl-C")
+    serve.until("polite lives")
+    os.kill(serve.pids("polite lives")[-1], signal.SIGTERM)
+    serve.until("polite ended as it was told to; it is not started again")
+    time.sleep(0.7)  # a restart would come after 0.5 s
+    assert serve.process.poll() is None
+    assert serve.output.count("polite lives") == 1
+
+
 def test_a_childs_own_name_is_not_said_twice(tmp_path: Path, serves: list[Serve]) -> None:
     serve = Serve(tmp_path, router=ROUTER, polite=POLITE)
     serves.append(serve)

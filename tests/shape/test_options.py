@@ -13,7 +13,7 @@ from pd.cli import app
 from tests.shape.source import ROOT
 
 SHARED = {
-    *("--api-key-file", "--cluster-key", "--insecure", "--kernels"),
+    *("--api-key-file", "--cluster-key", "--deadline", "--insecure", "--kernels", "--max-attempts"),
     *("--cores", "--device", "--dtype", "--host", "--kv-memory", "--max-model-len", "--max-prefill-tokens"),
     *("--max-running", "--no-prefix-cache", "--num-pages", "--page-size", "--port", "--served-name", "--threads"),
     *("--direction", "--reserve", "--transfer", "--transfer-devices", "--transfer-param"),
@@ -38,6 +38,7 @@ OPTIONS = {
         *("--explain", "--host", "--json", "--model", "--only", "--page-size", "--peer", "--port", "--role", "--serve"),
         *("--tp", "--verbose"),
     },
+    "drain": {"--cluster-key", "--router"},
     "key": set(),
     "launch": SHARED | {"--model", "--name", "--role", "--router", "--tp"},
     "serve": SHARED | {"--colocated", "--decode", "--prefill", "--restart"},

@@ -39,6 +39,7 @@ from pd.runtime.wire.messages import (
     Cancel,
     Cancelled,
     Deliver,
+    DrainInstance,
     Fenced,
     Handle,
     Hello,
@@ -128,6 +129,8 @@ class InstanceBrain:
                 return [Exit(reason, failed=True, refused=True)] if epoch in ("", self._me.epoch) else None
             case Peers(peers=peers):
                 return self._work.meet(peers, now)
+            case DrainInstance(worker=worker, reason=reason):
+                return self._drain(reason, now) if worker == self._me.name else None
             case Reserve():
                 return self._reserve(message, now)
             case Prefill():

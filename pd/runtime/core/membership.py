@@ -17,11 +17,14 @@ from typing import NamedTuple
 from pd.runtime.core.events import Effect, Peer, Send, Stamp
 from pd.runtime.core.member import OTHER, STANDINGS, Member, Sign, Standing, is_isolated, mismatch, unlike
 from pd.runtime.wire.messages import (
+    DrainInstance,
+    DrainReport,
     Hello,
     Load,
     ModelCard,
     Peers,
     Refusal,
+    Role,
     Welcome,
     WhoAreYou,
 )
@@ -107,6 +110,19 @@ class Membership:
             effects.append(Stamp(member.name, "differs", difference))
         effects += self._tell(member, now)
         return Changes(effects + self._tell_others(member, now), losses)
+
+    def drain(self, operator: Peer, order: DrainInstance) -> list[Effect]:
+        """Pass an operator's order on, and say how far it is; or why it cannot be."""
+        member = self._members.get(order.worker)
+        if member is not None:
+            alive = [other for other in self if other.standing is Standing.ALIVE and other is not member]
+            num_others = sum(other.role in (member.role, Role.COLOCATED) for other in alive)
+            report = DrainReport(order.worker, member.num_assigned, num_others, is_gone=False)
+            return [Send(member.name, order), Send(operator.name, report)]
+        if any(life.name == order.worker for life in self._ended):
+            return [Send(operator.name, DrainReport(order.worker, 0, 0, is_gone=True))]
+        names = ", ".join(sorted(self._members)) or "none"
+        return [Send(operator.name, Refusal(f"no instance is named {order.worker}; there are: {names}"))]
 
     def beat(self, member: Member, load: Load, now: float) -> list[Effect]:
         member.report(load)

@@ -36,6 +36,7 @@ from pd.runtime.wire.messages import (
     Bye,
     Cancel,
     Cancelled,
+    DrainInstance,
     Failed,
     Finish,
     FirstToken,
@@ -145,6 +146,9 @@ class RouterBrain:
         if isinstance(message, Hello):
             self._apply(self._members.greet(sender, message, now), now)
             self._dispatch.pump(now)
+            return
+        if isinstance(message, DrainInstance):
+            self._effects += self._members.drain(sender, message)
             return
         if member is None:
             self._effects += self._members.ask(sender, now)

@@ -50,7 +50,7 @@ class Completions:
             card=card,
             eos_token_ids=self._text.eos_token_ids,
             drawn=Drawn(request_id, secrets.randbits(63)),
-            deadline_s=self._settings.request_s,
+            deadline_s=min(self._settings.request_s, wanted.deadline_s or self._settings.request_s),
         )
         shape = self._shape(wanted, prompts, Head(request_id, int(time.time()), card.name))
         headers = ((b"x-request-id", request_id.encode()),)

@@ -31,6 +31,8 @@ MAX_STOP_LENGTH = 1024
 """Characters. Stops are searched at every token: both bounds keep that small. OpenAI takes 4 stops."""
 MAX_LOGPROBS = 20
 
+_MAX_DEADLINE_S = 1e6
+
 _INT32 = (1 << 31) - 1
 _INT64 = (1 << 63) - 1
 
@@ -64,6 +66,7 @@ class _Common(msgspec.Struct, kw_only=True):
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
+    deadline_s: float | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     response_format: _Format | None = None
@@ -226,6 +229,7 @@ def _wanted(
         skip_special_tokens=asked.skip_special_tokens is not False,
         add_special_tokens=asked.add_special_tokens is not False,
         return_token_ids=asked.return_token_ids is True,
+        deadline_s=within("deadline_s", asked.deadline_s, 0.001, _MAX_DEADLINE_S),
         stream=asked.stream is True,
         include_usage=options is not None and options.include_usage is True,
         echo=echo,

@@ -46,6 +46,8 @@ class Wanted:
     skip_special_tokens: bool = True
     add_special_tokens: bool = True
     return_token_ids: bool = False
+    deadline_s: float | None = None
+    """For the whole answer, where the client wants it sooner than the router's own."""
     stream: bool = False
     include_usage: bool = False
     echo: bool = False

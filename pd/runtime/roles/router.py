@@ -7,7 +7,7 @@ import contextlib
 import logging
 import socket
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 from typing import assert_never
 
@@ -53,6 +53,8 @@ _TICK_S = 0.05
 _DRAIN_S = 3.0
 _KEEP_ALIVE_S = 3600
 """Idle connections are cheap; a client that finds its own closed sees a failed request."""
+_MAX_LIVES = 4096
+"""Names that can be answered. Those that live speak every half second; names that have gone are forgotten first."""
 _MAX_MESSAGES_A_TURN = 256
 """Read before HTTP gets its turn again."""
 
@@ -95,7 +97,7 @@ class Router:
         self._metrics = metrics
         self._brain = RouterBrain(config, new_epoch())
         self._streams: dict[str, ClientStream] = {}
-        self._lives: dict[str, Peer] = {}  # by name: the life last heard of
+        self._lives: OrderedDict[str, Peer] = OrderedDict()  # by name: the life last heard of; who spoke last, last
         self.exit: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
 
     # ---- Door -----------------------------------------------------------------------------------------------
@@ -165,6 +167,9 @@ class Router:
                 self._lives.setdefault(sender.name, sender)
             case _:
                 self._lives.setdefault(sender.name, sender)
+        self._lives.move_to_end(sender.name)
+        if len(self._lives) > _MAX_LIVES:
+            self._lives.popitem(last=False)
 
     def _give(self, event: Event) -> None:
         now = time.monotonic()
@@ -187,6 +192,8 @@ class Router:
                 self._pass_on(request_id, effect, is_last=True)
             case Stamp():
                 log_stamp(log, effect)
+                if effect.what in ("left", "lost"):
+                    self._metrics.left(effect.subject)
             case Exit():
                 if not self.exit.done():
                     self.exit.set_result(effect)

@@ -157,6 +157,9 @@ class Supervisor:
                 delay_s, num_failures = _FIRST_DELAY_S, 0
             num_failures += 1
             how = f"{child.name} {ending(status)}"
+            if status == 0:
+                self._screen.say(f"{child.name} ended as it was told to; it is not started again")
+                return
             if status == _CONFIG_ERROR and not self._was_ready:
                 return self._fail(_CONFIG_ERROR, f"{child.name} cannot start: its error stands above")
             if not self._config.restart:

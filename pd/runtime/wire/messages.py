@@ -15,7 +15,7 @@ import msgspec
 
 from pd.transfer.layout import KVLayout, Shard
 
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 
 
 class Value(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -158,6 +158,25 @@ class Peers(Message, frozen=True):
     """The whole list of the other role's living instances; sent whenever it changes."""
 
     peers: tuple[Hello, ...]
+
+
+class DrainInstance(Message, frozen=True):
+    """An operator asks the router, and the router the worker: take nothing new, end what runs, then leave.
+
+    An operator says it again and again, to hear how far that is; a draining worker ignores it.
+    """
+
+    worker: str
+    reason: str
+
+
+class DrainReport(Message, frozen=True):
+    """router -> operator: how far the draining is."""
+
+    worker: str
+    num_open: int  # requests that it still has a part in
+    num_others: int  # instances of its role that take work
+    is_gone: bool
 
 
 class Bye(Message, frozen=True):
@@ -464,8 +483,8 @@ class Quit(Message, frozen=True):
     """leader -> rank: end now."""
 
 
-ToRouter = Hello | Beat | Bye | Reserved | Refused | FirstToken | Tokens | Failed | Cancelled
-FromRouter = Welcome | Refusal | WhoAreYou | Peers | Reserve | Prefill | Deliver | Cancel
+ToRouter = Hello | Beat | Bye | DrainInstance | Reserved | Refused | FirstToken | Tokens | Failed | Cancelled
+FromRouter = Welcome | Refusal | WhoAreYou | Peers | DrainReport | Reserve | Prefill | Deliver | Cancel
 Handoff = Landed | Stop | Fenced | Ready | Renew | Renewed | Released
 ToRank = StepPlan | Group | Attach | Sever | Transfer | Quit
 FromRank = StepDone | WriteDone | Severed | PeerUnreachable | RankReady | RankLoading | RankFailed
