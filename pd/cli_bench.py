@@ -12,7 +12,7 @@ from functools import partial
 
 import typer
 
-from pd.bench.options import CompareOptions, LatencyOptions, LoadOptions, ReportOptions
+from pd.bench.options import CompareOptions, LatencyOptions, LoadOptions, ReportOptions, RouterOptions
 from pd.bench.transfer_options import TransferOptions
 from pd.cli_options import GroupedHelp, as_command
 
@@ -42,6 +42,13 @@ def _report(options: ReportOptions) -> Callable[[], int]:
     return partial(report, options)
 
 
+def _router(options: RouterOptions) -> Callable[[], int]:
+    """Measure what our router adds to a request and a token, with instances that compute nothing."""
+    from pd.bench.routing.command import router
+
+    return partial(router, options)
+
+
 def _latency(options: LatencyOptions) -> Callable[[], int]:
     """Time one engine's prefill and decode steps over batch and context, beside what the machine allows."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is loaded, as for the ranks of pd launch
@@ -60,5 +67,6 @@ def _transfer(options: TransferOptions) -> Callable[[], int]:
 bench.command("serve", cls=GroupedHelp)(as_command(_serve, LoadOptions))
 bench.command("compare", cls=GroupedHelp)(as_command(_compare, CompareOptions))
 bench.command("report", cls=GroupedHelp)(as_command(_report, ReportOptions))
+bench.command("router", cls=GroupedHelp)(as_command(_router, RouterOptions))
 bench.command("latency", cls=GroupedHelp)(as_command(_latency, LatencyOptions))
 bench.command("transfer", cls=GroupedHelp)(as_command(_transfer, TransferOptions))

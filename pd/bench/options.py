@@ -191,3 +191,25 @@ class ReportOptions:
         "report.html"
     )
     title: Annotated[str | None, typer.Option(help="Of the page.", rich_help_panel=_GOALS)] = None
+
+
+_LOAD = "Load"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterOptions:
+    """Of `pd bench router`."""
+
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="[MODEL]", help="Whose tokenizer to use. [default: SmolLM2-135M-Instruct]"),
+    ] = None
+    requests: Annotated[
+        int, typer.Option(metavar="N", help="Of one token each, 64 at once.", rich_help_panel=_LOAD)
+    ] = 2000
+    streams: Annotated[int, typer.Option(metavar="N", help="Long answers at once.", rich_help_panel=_LOAD)] = 256
+    tokens: Annotated[int, typer.Option(metavar="N", help="Of each of them.", rich_help_panel=_LOAD)] = 128
+    step_ms: Annotated[float, typer.Option(metavar="MS", help="Between their tokens.", rich_help_panel=_LOAD)] = 20.0
+    output: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Results, as JSON lines.", rich_help_panel=_LOAD)
+    ] = None

@@ -10,6 +10,7 @@ import pytest
 from pd.bench import specs
 from pd.bench.load import datasets
 from pd.bench.load.asks import Ask, Conversation, Form, spelled
+from tests.shape.source import ROOT
 
 MOONCAKE = (
     '{"timestamp": 1000, "input_length": 600, "output_length": 52, "hash_ids": [46, 47]}\n'
@@ -141,6 +142,25 @@ def test_settings_without_sense_are_refused(text: str, says: str) -> None:
     with pytest.raises(ValueError) as caught:
         made(text, 1)
     assert str(caught.value) == says
+
+
+SAMPLES = ROOT / "benchmarks" / "data"
+
+
+@pytest.mark.parametrize(
+    ("kind", "file", "num"),
+    [
+        ("mooncake", "mooncake.sample.jsonl", 24),
+        ("azure", "azure.sample.csv", 30),
+        ("sharegpt", "sharegpt.sample.json", 3),
+    ],
+)
+def test_the_samples_are_read_whole(kind: str, file: str, num: int) -> None:
+    found = read(f"{kind}:{file}", (SAMPLES / file).read_text())
+    assert len(found) == num
+    if kind != "sharegpt":
+        times = [one.at_s or 0.0 for one in found]
+        assert times[0] == 0.0 and times == sorted(times)
 
 
 # ---- as a request ------------------------------------------------------------------------------------------

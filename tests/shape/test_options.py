@@ -29,6 +29,7 @@ OPTIONS = {
     "bench compare": TRAFFIC
     | {"--colocated", "--cores", "--decode", "--options", "--prefill", "--rates", "--repeats", "--target", "--vs"},
     "bench report": {"--html", "--title"},
+    "bench router": {"--output", "--requests", "--step-ms", "--streams", "--tokens"},
     "bench serve": TRAFFIC | {"--concurrency", "--model", "--rate", "--url"},
     "bench transfer": {
         *("--backend", "--decode-tp", "--model-shape", "--output", "--page-size", "--prefill-tp", "--seconds"),

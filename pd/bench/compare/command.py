@@ -143,8 +143,8 @@ class _Comparison:
     @contextlib.asynccontextmanager
     async def _serving(self, shape: Shape, model: str) -> AsyncIterator[Session]:
         """A server that has started and is warm."""
-        async with running(shape, model) as url:
-            session = await connect(url, None)
+        async with running(shape, model) as server:
+            session = await connect(server.url, None)
             try:
                 await session.warm_up(self._wanted)
                 yield session

@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import IO
+from typing import IO, NamedTuple
 
 from pd.bench.load.http import Server
 from pd.runtime.config import ConfigError
@@ -35,6 +35,11 @@ class Shape:
         return [word.replace("{port}", str(port)).replace("{model}", model) for word in self.command]
 
 
+class Running(NamedTuple):
+    url: str
+    pid: int  # of the process that was started
+
+
 def ours(name: str, layout: Sequence[str], *, cores: Sequence[int], further: Sequence[str]) -> Shape:
     """`pd serve` with a layout."""
     listed = ",".join(map(str, cores))
@@ -52,15 +57,15 @@ def foreign(command: str, *, cores: Sequence[int]) -> Shape:
 
 
 @contextlib.asynccontextmanager
-async def running(shape: Shape, model: str) -> AsyncIterator[str]:
-    """Its address, once it says that it can serve. Raises ConfigError, with its last words, if it does not."""
-    port = _free_port()
+async def running(shape: Shape, model: str) -> AsyncIterator[Running]:
+    """Where it is, once it says that it can serve. Raises ConfigError, with its last words, if it does not."""
+    port = free_port()
     with tempfile.TemporaryFile() as log:
         process = _start(shape.on(port, model), shape.cores, log)
         try:
             url = f"http://127.0.0.1:{port}"
             await _until_ready(shape, process, url, log)
-            yield url
+            yield Running(url, process.pid)
         finally:
             await _end(process)
 
@@ -133,6 +138,6 @@ def _tail(log: IO[bytes]) -> list[str]:
     return log.read().decode(errors="replace").splitlines()[-_TAIL:]
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return int(probe.getsockname()[1])

@@ -1,0 +1,1 @@
+"""Our router alone: between clients that read and instances that compute nothing."""
