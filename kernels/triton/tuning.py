@@ -86,6 +86,7 @@ TABLE: dict[str, dict[str, Rows]] = {
         "sm_80": ((512, Launch(block_m=32, block_n=32, num_warps=8, num_stages=1)),),
         "sm_90": ((512, Launch(block_m=32, block_n=32, num_warps=8, num_stages=1)),),
         "gfx942": ((512, Launch(block_m=32, block_n=16, num_warps=8, **_HIP)),),
+        "gfx950": ((512, Launch(block_m=16, block_n=16, num_warps=4, **_HIP)),),  # 32 rows spill 132 bytes there
     },
     # size: experts.
     "moe_route": {"sm_80": ((256, Launch(num_warps=1)), (1024, Launch(num_warps=4)))},

@@ -61,6 +61,8 @@ class DeviceConfig:
     """auto: cuda (also ROCm's) where there is one, else cpu."""
     kernels: str = "auto"
     """auto: Triton's on a GPU where they can run, else PyTorch's and C++'s. triton or torch: that or a clear error."""
+    graphs: bool = True
+    """Decode by captured graphs, on a GPU with kernels. False shows what they gain (benchmarks)."""
     tp: int = 1
     """Ranks. Any number up to the query heads, dividing or not."""
     threads: int | None = None

@@ -1,4 +1,4 @@
-"""Compiles what is shipped for a target without a device: `python -m tests.kernels.compile sm_90` prints what it takes.
+"""Compiles what is shipped for targets without a device: `python -m tests.kernels.compile sm_90` prints what it takes.
 
 One line of JSON a launch. Each is compiled in a child process, since a compiler may abort instead of raising.
 """
@@ -6,19 +6,22 @@ One line of JSON a launch. Each is compiled in a child process, since a compiler
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from tests.kernels.dry_run import record
+from tests.kernels.dry_run import record, remember_versions
 from tests.kernels.shipped import SHIPPED, WIDE
 
 
-def main(target: str, *, is_wide: bool) -> None:
+def main(targets: Sequence[str], *, is_wide: bool) -> None:
     warnings.simplefilter("ignore")
-    for name, launch in (SHIPPED | WIDE if is_wide else SHIPPED).items():
+    remember_versions(targets)
+    launches = SHIPPED | WIDE if is_wide else SHIPPED
+    for target, (name, launch) in itertools.product(targets, launches.items()):
         told = {"name": name, "target": target, **_in_a_child(launch, target)}
         sys.stdout.write(json.dumps(told) + "\n")
         sys.stdout.flush()
@@ -43,4 +46,4 @@ def _in_a_child(launch: Callable[[], object], target: str) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], is_wide="--wide" in sys.argv[2:])
+    main([word for word in sys.argv[1:] if word != "--wide"], is_wide="--wide" in sys.argv)

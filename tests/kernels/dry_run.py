@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
+from triton.compiler.compiler import make_backend
+from triton.runtime.cache import triton_key
 from triton.runtime.jit import JITFunction
 
 from pd.kernels.target import SHARED_NBYTES
@@ -56,6 +59,13 @@ def record(launch: Any, target: str) -> list[Compiled]:
     triton.runtime.driver.set_active(_Driver(target))
     launch()
     return [_read(kernel, TARGETS[target].backend) for kernel in kernels]
+
+
+def remember_versions(targets: Sequence[str]) -> None:
+    """What Triton reads once a process to name its cache: half a second that its children need not spend."""
+    triton_key()
+    for target in targets:
+        make_backend(TARGETS[target]).hash()
 
 
 class _Driver:

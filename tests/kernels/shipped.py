@@ -164,13 +164,13 @@ SHIPPED: dict[str, Callable[[], object]] = {
     "gate": lambda: silu_mul.silu_mul(torch.empty(4, 28672, dtype=BF16)),
     "sample": sample,
     "MLA decode, 128 heads": latents(splits=16),
-    "MLA prefill, 128 heads": latents(splits=None),
     "experts, 8 of 256, few tokens": experts(1),
     "move to bf16": move(BF16),
-    "argmax bf16": lambda: race.argmax(torch.empty(4, VOCAB, dtype=BF16)),
 }
 
 WIDE: dict[str, Callable[[], object]] = {
+    "MLA prefill, 128 heads": latents(splits=None),
+    "argmax bf16": lambda: race.argmax(torch.empty(4, VOCAB, dtype=BF16)),
     **{f"decode {d}, group {g}": decode(g, (d, d)) for d in (64, 80, 96, 256) for g in (1, 8)},
     **{f"decode 128, group {g}": decode(g) for g in (1, 8, 16)},
     "decode 192/128": decode(1, (192, 128)),

@@ -27,7 +27,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("tiny")
     return {
         "qwen3": make_tiny("qwen3", folder / "qwen3", num_hidden_layers=2),
-        "mistral": make_tiny("mistral", folder / "mistral", num_hidden_layers=2, sliding_window=9),
+        "mistral": make_tiny("mistral", folder / "mistral", num_hidden_layers=2, sliding_window=4),
     }
 
 
@@ -38,15 +38,15 @@ def engine_of(checkpoint: Path, kernels: str, device: torch.device) -> Engine:
 def answers(engine: Engine, sampling: Sampling) -> list[list[Token]]:
     """Two requests: one is prefilled in two chunks, the second beside the other's decode; then both decode."""
     driver = Driver(engine)
-    driver.admit(0, prompt_of(11, seed=1, vocab_size=VOCAB_SIZE), sampling)
-    driver.run((0, 0, 6, False))
-    first = list(driver.run((0, 6, 11, True)))
-    driver.admit(1, prompt_of(7, seed=2, vocab_size=VOCAB_SIZE), msgspec.structs.replace(sampling, seed=99))
-    both = driver.run((1, 0, 7, True), (0, 11, 12, True))
+    driver.admit(0, prompt_of(6, seed=1, vocab_size=VOCAB_SIZE), sampling)
+    driver.run((0, 0, 4, False))
+    first = list(driver.run((0, 4, 6, True)))
+    driver.admit(1, prompt_of(3, seed=2, vocab_size=VOCAB_SIZE), msgspec.structs.replace(sampling, seed=99))
+    both = driver.run((1, 0, 3, True), (0, 6, 7, True))
     second = [both[0]]
     first.append(both[1])
     for i in range(2):
-        both = driver.run((0, 12 + i, 13 + i, True), (1, 7 + i, 8 + i, True))
+        both = driver.run((0, 7 + i, 8 + i, True), (1, 3 + i, 4 + i, True))
         first.append(both[0])
         second.append(both[1])
     return [first, second]
@@ -61,7 +61,7 @@ def test_a_model_through_the_kernels_is_transformers(
     told = answers(engine, Sampling(max_tokens=9, temperature=0.0, logprobs=VOCAB_SIZE))
     engine.close()
     reference = Reference(tiny[family])
-    for tokens, prompt in zip(told, ((11, 1), (7, 2)), strict=True):
+    for tokens, prompt in zip(told, ((6, 1), (3, 2)), strict=True):
         ids, logprobs = reference.generate(prompt_of(prompt[0], seed=prompt[1], vocab_size=VOCAB_SIZE), len(tokens))
         assert ids_of(tokens) == ids
         for token, expected in zip(tokens, logprobs, strict=True):

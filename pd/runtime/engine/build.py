@@ -23,13 +23,14 @@ from pd.runtime.engine.kv_pool import KVPool, count_pages, make_pool
 from pd.runtime.engine.mesh import Mesh, make_mesh
 from pd.runtime.engine.models.llama import Llama
 from pd.runtime.engine.operators import Shapes, choose
+from pd.runtime.engine.room import Room, measure
 from pd.runtime.engine.runner import Launched, Runner
 from pd.runtime.engine.sampler import Sampler
 from pd.runtime.engine.shards import parts, share_of
 from pd.runtime.engine.spec import ModelSpec, read_spec
 from pd.runtime.engine.weights import DTYPES, Checkpoint, Reader, open_checkpoint
 from pd.runtime.wire.messages import ModelCard, StepPlan, Token
-from pd.transfer.layout import KVLayout, Shard, tp_shards
+from pd.transfer.layout import KVLayout, Shard, page_nbytes, tp_shards
 from pd.transfer.transport import Transport
 
 T = TypeVar("T")
@@ -193,9 +194,12 @@ def _load(
     share = share_of(spec, mesh.tp, mesh.rank)
     limit = instance.model.max_model_len or spec.max_positions
     reader = Reader(checked.checkpoint, parts(spec, share), dtype=checked.dtype, device=device, report=report)
+    room = measure(device, weights=reader.nbytes, tp=mesh.tp)
+    if device.type == "cuda":
+        room.check_weights()
     with reader:
         model = Llama(spec, share, mesh, reader=reader, max_model_len=limit)
-    pool = _pool(instance, checked, mesh, transport=transport)
+    pool = _pool(instance, checked, mesh, room=room, transport=transport)
     max_model_len = min(limit, pool.shard.num_pages * instance.kv.page_size)
     max_context = -(-max_model_len // instance.kv.page_size) * instance.kv.page_size
     ops = choose(instance.device.kernels, Shapes(spec, share, max_context, checked.like))
@@ -203,6 +207,8 @@ def _load(
     slots = Slots(num_slots=num_slots, max_model_len=max_model_len, page_size=instance.kv.page_size, device=device)
     sampler = Sampler(vocab_size=spec.vocab_size, max_slots=num_slots, device=device, draws=ops.draws)
     runner = Runner(model, pool, mesh, ops=ops, slots=slots, sampler=sampler)
+    if instance.device.graphs:
+        runner.take_graphs(max_context // instance.kv.page_size)
     operators = f"{ops.note}, {_multiplies(device)}"
     where = _count(torch.get_num_threads()) if device.type == "cpu" else str(device)
     weights = f"{reader.nbytes / 2**20:.0f} MiB"
@@ -223,7 +229,7 @@ def _count(num_threads: int) -> str:
     return "1 thread" if num_threads == 1 else f"{num_threads} threads"
 
 
-def _pool(instance: InstanceConfig, checked: _Checked, mesh: Mesh, *, transport: Transport) -> KVPool:
+def _pool(instance: InstanceConfig, checked: _Checked, mesh: Mesh, *, room: Room, transport: Transport) -> KVPool:
     """The same number of pages on every rank: what the smallest can hold."""
     layout, page_size = checked.layout, instance.kv.page_size
     shard = tp_shards(layout, checked.spec.num_query_heads, mesh.tp, 0)[mesh.rank]
@@ -231,11 +237,8 @@ def _pool(instance: InstanceConfig, checked: _Checked, mesh: Mesh, *, transport:
     num_pages = mesh.minimum(own)
     asked = instance.model.max_model_len
     if num_pages < 1 or (asked is not None and num_pages * page_size < asked):
-        wanted = f"max_model_len is {asked}" if asked else "it needs at least one page"
-        raise ConfigError(
-            f"the KV pool is too small: {max(0, num_pages)} pages of {page_size} tokens; {wanted}",
-            hint="raise --num-pages or --kv-memory, or lower --max-model-len",
-        )
+        own_page = page_nbytes(layout, shard)
+        raise room.pool_fault(max(0, num_pages), page_size=page_size, page_nbytes=own_page, max_model_len=asked)
     shard = dataclasses.replace(shard, num_pages=num_pages)
     return make_pool(layout, shard, dtype=checked.dtype, device=checked.device, transport=transport)
 

@@ -74,6 +74,7 @@ class Slots:
     """A rank's requests: token history on the device, page tables on the host."""
 
     def __init__(self, *, num_slots: int, max_model_len: int, page_size: int, device: torch.device) -> None:
+        self.num_slots = num_slots
         self._page_size = page_size
         self._device = device
         # Zeroed by calloc: memory is taken as slots are used. One more than the longest request, for the token

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from pd.runtime.config import ConfigError, KVConfig
+from pd.runtime.engine.room import free_nbytes
 from pd.transfer.layout import KVLayout, Shard, View, page_nbytes, pool_nbytes, views
 from pd.transfer.transport import Transport
 
@@ -33,7 +33,7 @@ def count_pages(kv: KVConfig, layout: KVLayout, shard: Shard, *, device: torch.d
     """
     if kv.num_pages is not None:
         return kv.num_pages
-    free = _free_nbytes(device) // (num_sharing if device.type == "cpu" else 1)
+    free = free_nbytes(device) // (num_sharing if device.type == "cpu" else 1)
     match kv.kv_memory:
         case None if device.type == "cpu":
             nbytes = min(DEFAULT_CPU_NBYTES, free // 2)
@@ -71,12 +71,3 @@ def make_pool(
 def _view(flat: Tensor, view: View | None) -> Tensor:
     assert view is not None, "MLA has no V of its own, and no model of ours is MLA yet"
     return flat.as_strided(view.shape, view.strides, view.offset // flat.itemsize)
-
-
-def _free_nbytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise ConfigError("this system does not tell its free memory", hint="say --num-pages or --kv-memory in bytes")

@@ -86,7 +86,9 @@ class Distributed:
         self.rank = rank
         self.note = "nccl" if device.type == "cuda" else "gloo"
         self._device = device
-        dist.init_process_group(self.note, init_method=rendezvous, world_size=tp, rank=rank)
+        # Told its device, NCCL joins at once: a rank that cannot is heard of here and not in the first step.
+        device_id = device if device.type == "cuda" else None
+        dist.init_process_group(self.note, init_method=rendezvous, world_size=tp, rank=rank, device_id=device_id)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         dist.all_reduce(x)

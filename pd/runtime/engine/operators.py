@@ -43,6 +43,8 @@ class Operators:
     rope_and_write: Callable[..., None]
     draws: Draws
     attention: Attend
+    pads: bool
+    """Whether rows of context 0 on page -1 do nothing, so that a smaller batch can fill a captured graph."""
     note: str
     """For the start-up line; equal where two ranks compute the same bits."""
 
@@ -97,6 +99,7 @@ def _torch(shapes: Shapes, why: str) -> Operators:
         rope_and_write=cpu_ops.rope_and_write,
         draws=torch_draws(),
         attention=attention,
+        pads=False,
         note=f"{rows}{why}, attention {attention.note}",
     )
 
@@ -114,6 +117,7 @@ def _triton(shapes: Shapes) -> Operators:
             device=shapes.like.device,
             kernels=(_kernel("paged"), _kernel("paged_decode"), _kernel("paged_prefill")),
         ),
+        pads=True,
         note=f"Triton kernels for {target.arch}",
     )
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pd.runtime.engine.inputs import Sampled, Slots
+from pd.runtime.engine.graphs import DecodeGraphs, capture_on_device
+from pd.runtime.engine.inputs import Sampled, Slots, StepInputs
 from pd.runtime.engine.kv_pool import KVPool
 from pd.runtime.engine.mesh import Mesh
 from pd.runtime.engine.models.llama import Llama
@@ -48,6 +49,16 @@ class Runner:
         self._ops = ops
         self._slots = slots
         self._sampler = sampler
+        self._graphs: DecodeGraphs | None = None
+
+    def take_graphs(self, max_pages: int) -> None:
+        """Capture decode steps, on a GPU whose operators honour padding. All ranks together, before the first plan."""
+        device = self._pool.layers[0][0].device
+        if device.type == "cuda" and self._ops.pads:
+            with torch.inference_mode():
+                self._graphs = capture_on_device(
+                    self._forward, max_batch=self._slots.num_slots, max_pages=max_pages, device=device
+                )
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Launched:
@@ -63,12 +74,17 @@ class Runner:
         if not plan.chunks:
             return Launched(None, None)
         inputs = self._slots.prepare(plan.chunks)
-        hidden_TI = self._model.forward(inputs, self._pool.layers, self._ops)
+        hidden_TI = self._graphs.run(inputs) if self._graphs is not None else None
+        if hidden_TI is None:
+            hidden_TI = self._forward(inputs)
         readout = None
         if inputs.sampled.slots:
             ids_N, readout = self._sample(hidden_TI[inputs.sampled.rows_N], inputs.sampled)
             self._slots.append(inputs.sampled, self._mesh.broadcast(ids_N))
         return Launched(readout, Download(hidden_TI[:0]))
+
+    def _forward(self, inputs: StepInputs) -> Tensor:
+        return self._model.forward(inputs, self._pool.layers, self._ops)
 
     def _sample(self, hidden_NI: Tensor, sampled: Sampled) -> tuple[Tensor, Readout | None]:
         logits_NV = self._model.logits(hidden_NI)
