@@ -191,6 +191,10 @@ class ReportOptions:
         "report.html"
     )
     title: Annotated[str | None, typer.Option(help="Of the page.", rich_help_panel=_GOALS)] = None
+    slo: Annotated[
+        str | None,
+        typer.Option(metavar="NAME:MS,…", help="Other goals than the runs had.", rich_help_panel=_GOALS),
+    ] = None
 
 
 _LOAD = "Load"

@@ -65,13 +65,29 @@ def test_a_page_stands_alone_and_its_drawings_are_whole(tmp_path: Path, capsys: 
         assert "nan" not in drawing and "inf" not in drawing
     assert "colocated (one.jsonl)" in text and "apart (other.jsonl)" in text
     assert "at 2 requests/s" in text
-    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith(("apart", "colocated"))]
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if " #1 " in line]
     assert [(row[0], row[2], row[9]) for row in rows] == [
         ("colocated", "1/s", "80"),
         ("colocated", "2/s", "0"),
         ("apart", "1/s", "100"),
         ("apart", "2/s", "80"),
     ]
+
+
+def test_other_goals_judge_the_same_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """At 1 a second TTFT is 100 ms, 200 for the last two of ten; at 2 twice that."""
+    path, html = write(tmp_path / "a.jsonl", "apart"), str(tmp_path / "page.html")
+    said = []
+    for slo in (None, "ttft:450", "ttft:150"):
+        assert report(ReportOptions(results=[str(path)], html=html, slo=slo)) == 0
+        said += [line for line in capsys.readouterr().out.splitlines() if line.startswith("apart: ")]
+    assert said == [
+        "apart: 90 % of requests met ttft:250 up to 1.50 requests/s",
+        "apart: 90 % of requests met ttft:450 up to at least 2.00 requests/s",
+        "apart: 90 % of requests met ttft:150 up to less than 1.00 requests/s",
+    ]
+    with pytest.raises(ConfigError, match="--slo is 'x'"):
+        report(ReportOptions(results=[str(path)], html=html, slo="x"))
 
 
 def test_one_run_without_a_rate_has_a_page_too(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ OPTIONS = {
     },
     "bench compare": TRAFFIC
     | {"--colocated", "--cores", "--decode", "--options", "--prefill", "--rates", "--repeats", "--target", "--vs"},
-    "bench report": {"--html", "--title"},
+    "bench report": {"--html", "--slo", "--title"},
     "bench router": {"--output", "--requests", "--step-ms", "--streams", "--tokens"},
     "bench serve": TRAFFIC | {"--concurrency", "--model", "--rate", "--url"},
     "bench transfer": {

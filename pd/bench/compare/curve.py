@@ -11,7 +11,7 @@ Rules
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 Curve = Mapping[float, Sequence[Sequence[bool]]]
@@ -38,6 +38,20 @@ class Ratio:
 
     def __str__(self) -> str:
         return f"{self.value:.2f} ({self.low:.2f} to {self.high:.2f})"
+
+
+def sentences(curves: Mapping[str, Curve], goals: str, target: float) -> Iterator[str]:
+    """Each one's capacity, and the ratio of all others to the first."""
+    for name, one in curves.items():
+        yield f"{name}: {target * 100:.0f} % of requests met {goals} up to {capacity(one, target)} requests/s"
+    base, *others = curves
+    for name in others:
+        found = ratio(curves[name], curves[base], target, seed=0)
+        if found is None:
+            yield f"{name} / {base}: no ratio, since one of them broke its goals at the lowest rate: try lower --rates"
+            continue
+        bound = "; a capacity is only a bound, so try higher --rates" if found.is_bound else ""
+        yield f"{name} / {base}: {found}, the 95 % interval from resampling requests{bound}"
 
 
 def attainment(runs: Sequence[Sequence[bool]]) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from rich.table import Table
 
-from pd.bench.compare.curve import Curve, capacity, ratio
+from pd.bench.compare.curve import Curve, sentences
 from pd.bench.load.goals import Goals
 from pd.bench.load.metrics import Spread
 from pd.bench.load.outcome import INTERRUPTED
@@ -22,13 +22,8 @@ def verdict(found: Mapping[str, Runs], goals: Goals, target: float) -> Iterator[
     yield _table(found, goals)
     yield ""
     curves = {name: curve(runs, goals) for name, runs in found.items() if runs}
-    for name, one in curves.items():
-        yield f"{name}: {target * 100:.0f} % of requests met {goals} up to {capacity(one, target)} requests/s"
-    if not curves:
-        return
-    base, *others = curves
-    for name in others:
-        yield _sentence(name, base, curves, target)
+    if curves:
+        yield from sentences(curves, str(goals), target)
 
 
 def curve(runs: Runs, goals: Goals) -> Curve:
@@ -37,14 +32,6 @@ def curve(runs: Runs, goals: Goals) -> Curve:
         rate: [[goals.are_met(one) for one in ran.outcomes if one.error != INTERRUPTED] for ran in repeats]
         for rate, repeats in runs.items()
     }
-
-
-def _sentence(name: str, base: str, curves: Mapping[str, Curve], target: float) -> str:
-    found = ratio(curves[name], curves[base], target, seed=0)
-    if found is None:
-        return f"{name} / {base}: no ratio, since one of them broke its goals at the lowest rate: try lower --rates"
-    bound = "; a capacity is only a bound, so try higher --rates" if found.is_bound else ""
-    return f"{name} / {base}: {found}, the 95 % interval from resampling requests{bound}"
 
 
 def _table(found: Mapping[str, Runs], goals: Goals) -> Table:

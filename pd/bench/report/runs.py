@@ -141,6 +141,11 @@ def series_of(runs: Sequence[Run], *, num_sources: int) -> list[Series]:
     return [Series(name, members) for name, members in by_name.items()]
 
 
+def curve_of(series: Series) -> dict[float, list[list[bool]]]:
+    """By rate, of each repeat: whether each request met the goals."""
+    return {rate: [[run.goals.are_met(one) for one in run.counted] for run in series.at(rate)] for rate in series.rates}
+
+
 def rate_to_show(series: Sequence[Series]) -> float | None:
     """The highest that all of them ran; None where they ran without one, or have none in common."""
     common = set.intersection(*(set(one.rates) for one in series)) if series else set()
