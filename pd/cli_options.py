@@ -84,7 +84,7 @@ class SharedOptions:
         str,
         typer.Option(
             metavar="auto|shm|tcp|nixl|mooncake",
-            help="How KV moves. auto: shm on one host, else tcp.",
+            help="How KV moves. auto: shm on one host, else what proves fastest.",
             rich_help_panel=_NETWORK,
         ),
     ] = "auto"

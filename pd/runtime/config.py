@@ -80,7 +80,7 @@ class LinkConfig:
     router: str = "tcp://127.0.0.1:8500"
     """The router's membership address: the router binds it, workers connect to it."""
     transfer: str = "auto"
-    """auto: shm when the peer is on this host, else tcp."""
+    """auto: shm when the peer is on this host, else tcp or, with RDMA and a library, whichever proves faster."""
     transfer_devices: tuple[str, ...] = ()
     """Network interfaces or NICs. A backend that cannot honour them refuses."""
     transfer_params: tuple[tuple[str, str], ...] = ()
