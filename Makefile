@@ -6,6 +6,7 @@
 SHELL := /bin/bash
 BIN := .venv/bin
 STAMP := .venv/installed
+JOBS := $(shell n=$$(nproc); echo $$((n > 4 ? 4 : n)))
 PYTHON ?= $(firstword $(foreach name,python3 python3.14 python3.13 python3.12 python3.11,$(shell \
 	$(name) -c 'import sys; sys.version_info >= (3, 11) and print("$(name)")' 2>/dev/null)))
 
@@ -32,9 +33,9 @@ $(STAMP): pyproject.toml requirements/cpu.txt requirements/model.txt $(wildcard 
 serve: install
 	@exec $(BIN)/python scripts/serve_and_chat.py $(ARGS)
 
-# One thread a process: the suite starts many, and they share the machine's cores.
+# One thread a process: the suite starts many, and they share the machine's cores. The whole suite runs a file a worker.
 test: install
-	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest $(if $(ARGS),$(ARGS),-n $(JOBS) --dist loadfile)
 
 lint: install
 	$(BIN)/ruff check .
