@@ -42,6 +42,7 @@ _OF_INSTANCES = (
         "tp",
         "device",
         "kernels",
+        "no_graphs",
         "dtype",
         "threads",
         "cores",
@@ -96,6 +97,7 @@ def launch_config(options: LaunchOptions) -> InstanceConfig | RouterConfig:
         device=DeviceConfig(
             device=options.device,
             kernels=options.kernels,
+            graphs=not options.no_graphs,
             tp=options.tp,
             threads=options.threads,
             cores=None if options.cores is None else parse_cores(options.cores),

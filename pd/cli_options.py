@@ -50,6 +50,9 @@ class SharedOptions:
             metavar="auto|triton|torch", help="auto: Triton's on a GPU, else PyTorch's.", rich_help_panel=_DEVICE
         ),
     ] = "auto"
+    no_graphs: Annotated[
+        bool, typer.Option("--no-graphs", help="Launch each decode step kernel by kernel.", rich_help_panel=_DEVICE)
+    ] = False
     threads: Annotated[
         int | None,
         typer.Option(metavar="N", help="CPU threads a rank. [default: cores over ranks]", rich_help_panel=_DEVICE),

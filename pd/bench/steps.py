@@ -14,12 +14,28 @@ _PAGE = 16
 _ENDLESS = Sampling(max_tokens=1 << 30, temperature=0.0)
 
 
+class Unmoved(MemoryTransport):
+    """For an engine alone: its pool may lie on a GPU, since nothing of it is moved."""
+
+    def register(self, address: int, nbytes: int, device: int | None = None) -> None:
+        if device is None:
+            super().register(address, nbytes)
+
+
 class Steps:
     """An engine of one rank with room for `batch` requests of `length` tokens. Close it."""
 
     def __init__(
-        self, checkpoint: Path, *, dtype: str, batch: int, length: int, device: str = "cpu", threads: int | None = None
+        self,
+        checkpoint: Path,
+        *,
+        dtype: str,
+        batch: int,
+        length: int,
+        device: str | DeviceConfig = "cpu",
+        threads: int | None = None,
     ) -> None:
+        """`device`: a name, with `threads`, or all there is to say of it."""
         self._pages = -(-length // _PAGE)
         instance = InstanceConfig(
             role=Role.COLOCATED,
@@ -27,12 +43,12 @@ class Steps:
             model=ModelConfig(model=str(checkpoint), dtype=dtype),
             kv=KVConfig(page_size=_PAGE, num_pages=batch * self._pages),
             step=StepConfig(max_running=batch),
-            device=DeviceConfig(device=device, threads=threads),
+            device=DeviceConfig(device=device, threads=threads) if isinstance(device, str) else device,
         )
         config = RankConfig(
             rank=0, instance=instance, epoch="bench", leader="", rendezvous="", checkpoint=str(checkpoint), parent=0
         )
-        self.engine: Engine = build(config, MemoryTransport(me="bench", hub=MemoryHub()), lambda done, whole: None)
+        self.engine: Engine = build(config, Unmoved(me="bench", hub=MemoryHub()), lambda done, whole: None)
         self._step = 0
 
     def prefill(self, batch: int, num_tokens: int) -> list[float]:

@@ -62,7 +62,7 @@ class DeviceConfig:
     kernels: str = "auto"
     """auto: Triton's on a GPU where they can run, else PyTorch's and C++'s. triton or torch: that or a clear error."""
     graphs: bool = True
-    """Decode by captured graphs, on a GPU with kernels. False shows what they gain (benchmarks)."""
+    """Decode by captured graphs, on a GPU with kernels. False: where a capture fails, and to see what they gain."""
     tp: int = 1
     """Ranks. Any number up to the query heads, dividing or not."""
     threads: int | None = None

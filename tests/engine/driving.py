@@ -8,10 +8,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from pd.bench.steps import Unmoved
 from pd.runtime.config import DeviceConfig, InstanceConfig, KVConfig, ModelConfig, RankConfig, StepConfig
 from pd.runtime.engine.build import Engine, build
 from pd.runtime.wire.messages import Chunk, Role, Sampling, SlotInit, StepKind, StepPlan, Token
-from pd.transfer.memory import MemoryHub, MemoryTransport
+from pd.transfer.memory import MemoryHub
 
 PAGE = 8
 NUM_PAGES = 96
@@ -35,7 +36,7 @@ def rank_config(checkpoint: Path, *, rank: int = 0, tp: int = 1, rendezvous: str
 
 
 def build_engine(config: RankConfig) -> Engine:
-    transport = MemoryTransport(me=f"test/{config.rank}", hub=MemoryHub())
+    transport = Unmoved(me=f"test/{config.rank}", hub=MemoryHub())
     return build(config, transport, lambda done, total: None)
 
 

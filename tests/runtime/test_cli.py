@@ -117,6 +117,8 @@ def test_every_option_of_an_instance_reaches_its_configuration() -> None:
             dtype="float16",
             max_model_len=100,
             device="cpu",
+            kernels="torch",
+            no_graphs=True,
             tp=3,
             threads=2,
             cores=str(core),
@@ -138,7 +140,7 @@ def test_every_option_of_an_instance_reaches_its_configuration() -> None:
     assert (config.role, config.name, config.model.model, config.model.served_name) == (Role.DECODE, "d", "m", "s")
     assert (config.model.dtype, config.model.max_model_len) == ("float16", 100)
     assert (config.device.device, config.device.tp, config.device.threads) == ("cpu", 3, 2)
-    assert config.device.cores == (core,)
+    assert (config.device.kernels, config.device.graphs, config.device.cores) == ("torch", False, (core,))
     assert (config.kv.page_size, config.kv.num_pages, config.kv.kv_memory) == (32, None, 1.5 * 2**30)
     assert config.kv.prefix_cache is False
     assert (config.step.max_running, config.step.max_prefill_tokens) == (7, 64)

@@ -13,7 +13,7 @@ from pd.cli import app
 from tests.shape.source import ROOT
 
 SHARED = {
-    *("--api-key-file", "--cluster-key", "--deadline", "--insecure", "--kernels", "--max-attempts"),
+    *("--api-key-file", "--cluster-key", "--deadline", "--insecure", "--kernels", "--no-graphs", "--max-attempts"),
     *("--cores", "--device", "--dtype", "--host", "--kv-memory", "--max-model-len", "--max-prefill-tokens"),
     *("--max-running", "--no-prefix-cache", "--num-pages", "--page-size", "--port", "--served-name", "--threads"),
     *("--direction", "--reserve", "--transfer", "--transfer-devices", "--transfer-param"),
