@@ -124,7 +124,7 @@ class _Comparison:
         say, end = teller(self._errors, f"{sweep.shape.name}: ")
         try:
             say("starting")
-            async with self._serving(sweep.shape, model) as session:
+            async with self._serving(sweep.shape, model, repeat) as session:
                 for place, rate in enumerate(rates):
                     seed = self._options.seed + 1000 * repeat + place
                     self._begin(sweep.shape, rate, repeat, seed=seed, model=session.model)
@@ -141,9 +141,12 @@ class _Comparison:
         return False
 
     @contextlib.asynccontextmanager
-    async def _serving(self, shape: Shape, model: str) -> AsyncIterator[Session]:
-        """A server that has started and is warm."""
+    async def _serving(self, shape: Shape, model: str, repeat: int) -> AsyncIterator[Session]:
+        """A server that has started and is warm. What it says of itself is told once."""
         async with running(shape, model) as server:
+            self._lines.put("server", name=shape.name, command=shape.command, cores=shape.cores, said=server.said)
+            for line in server.said if repeat == 0 else ():
+                self._out.print(f"{shape.name}: {line}", style="dim", markup=False, soft_wrap=True)
             session = await connect(server.url, None)
             try:
                 await session.warm_up(self._wanted)

@@ -38,6 +38,7 @@ class Shape:
 class Running(NamedTuple):
     url: str
     pid: int  # of the process that was started
+    said: tuple[str, ...] = ()  # what it said of itself when it became ready: dtype, operators, pages
 
 
 def ours(name: str, layout: Sequence[str], *, cores: Sequence[int], further: Sequence[str]) -> Shape:
@@ -48,12 +49,12 @@ def ours(name: str, layout: Sequence[str], *, cores: Sequence[int], further: Seq
 
 
 def foreign(command: str, *, cores: Sequence[int]) -> Shape:
-    """Another server's command line; its name is its first word's last part. Raises ValueError."""
+    """Another server's command line, named by its program. Raises ValueError."""
     words = shlex.split(command)
     if not words or "{port}" not in command:
         raise ValueError(f"--vs is {command!r}: it must hold {{port}}, as in 'vllm serve {{model}} --port {{port}}'")
-    name = next((word for word in words if "=" not in word and word != "env"), words[0])
-    return Shape(os.path.basename(name), tuple(words), tuple(cores))
+    place = words.index("serve") - 1 if "serve" in words[1:] else 0
+    return Shape(os.path.basename(words[place]), tuple(words), tuple(cores))
 
 
 @contextlib.asynccontextmanager
@@ -65,7 +66,7 @@ async def running(shape: Shape, model: str) -> AsyncIterator[Running]:
         try:
             url = f"http://127.0.0.1:{port}"
             await _until_ready(shape, process, url, log)
-            yield Running(url, process.pid)
+            yield Running(url, process.pid, _said(log))
         finally:
             await _end(process)
 
@@ -133,9 +134,20 @@ async def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
+def _said(log: IO[bytes]) -> tuple[str, ...]:
+    """Of ours; other servers' words are their own."""
+    found = [line.partition(" ready: ")[2] for line in _lines(log) if " ready: " in line and "http" not in line]
+    return tuple(dict.fromkeys(found))
+
+
 def _tail(log: IO[bytes]) -> list[str]:
-    log.seek(0)
-    return log.read().decode(errors="replace").splitlines()[-_TAIL:]
+    return _lines(log)[-_TAIL:]
+
+
+def _lines(log: IO[bytes]) -> list[str]:
+    """Read in place: the server writes on through the same descriptor, whose position must not move."""
+    size = os.fstat(log.fileno()).st_size
+    return os.pread(log.fileno(), size, 0).decode(errors="replace").splitlines()
 
 
 def free_port() -> int:
