@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+from pd.runtime.config import RouterConfig
+from pd.runtime.core.instance import InstanceBrain
+from pd.runtime.core.router import RouterBrain
+from pd.runtime.core.settings import Deadlines
 from pd.runtime.wire.messages import Role, Sampling
 from tests.cluster.scenario import Ask, Instance, Odds, Profile, Scenario, Size, Strike
 from tests.cluster.trace import Trace
@@ -46,6 +51,7 @@ def staged(
     can_sever: bool = True,
     max_prefill_tokens: int = 16,
     seed: int = 0,
+    brains: Brains | None = None,
 ) -> World:
     """Run it to its end; raises Violation for whatever must never be. `is_calm`: nothing may be repeated or refused."""
     whole = Scenario(
@@ -63,9 +69,17 @@ def staged(
         max_model_len=MAX_MODEL_LEN,
         max_prefill_tokens=max_prefill_tokens,
     )
-    world = World(whole, brains=Brains(), trace=Trace(is_kept=False))
+    world = World(whole, brains=brains or Brains(), trace=Trace(is_kept=False))
     world.run()
     return world
+
+
+def as_shipped() -> Brains:
+    """With the deadlines and limits that people get."""
+    return Brains(
+        router=lambda config, epoch, deadlines: RouterBrain(RouterConfig(), epoch),
+        instance=lambda settings, hello: InstanceBrain(replace(settings, deadlines=Deadlines()), hello),
+    )
 
 
 def num_stamps(world: World, what: str) -> int:

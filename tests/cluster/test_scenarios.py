@@ -10,7 +10,7 @@ import pytest
 from pd.runtime.core.events import End
 from pd.runtime.wire.messages import Finish
 from tests.cluster.scenario import Blow, Odds, Strike
-from tests.cluster.staging import MAX_MODEL_LEN, PAGE, ask, decode, num_stamps, prefill, staged
+from tests.cluster.staging import MAX_MODEL_LEN, PAGE, as_shipped, ask, decode, num_stamps, prefill, staged
 
 PAIRS = (prefill("p0"), prefill("p1"), decode("d0"), decode("d1"))
 
@@ -114,6 +114,18 @@ def test_a_transient_fault_parts_nobody_for_good() -> None:
         world = staged((prefill("p0"), decode("d0")), asks, odds=odds, whole_at=1.2, can_sever=can_sever)
         assert world.clients.ending("after") is Finish.LENGTH and world.clients.took_s("after") < 1.0
         assert world.happened["restart"] == 0
+
+
+def test_one_transient_error_fails_no_request_of_a_lone_pair() -> None:
+    """The way is tried again after a second; the attempts are not used up until then. With the deadlines as shipped."""
+    for seed in range(10):
+        odds = Odds(write_error=1.0, unreachable=1.0)
+        pair = (prefill("p0"), decode("d0"))
+        asks = [ask("hit", 1.0, 12), ask("next", 1.2, 12)]
+        world = staged(pair, asks, odds=odds, whole_at=1.1, can_sever=False, seed=seed, brains=as_shipped())
+        assert world.happened["write error"] >= 1, f"seed {seed}"
+        assert world.clients.endings["finished"] == 3, f"seed {seed}: {world.clients.reasons}"
+        assert max(world.clients.took_s("hit"), world.clients.took_s("next")) < 2.0, f"seed {seed}"
 
 
 def test_joining_and_leaving_under_load_fails_and_repeats_nothing() -> None:

@@ -311,7 +311,7 @@ def test_a_reservation_for_a_life_that_ranks_could_not_sever_is_refused() -> Non
     me = decoder()
     for life in (Peer("p", "0"), Peer("unknown", "1")):
         effects = me.router(reserve_for(f"r{life.name}", 4, life=life))
-        assert [each.retry_after_s for each in said(effects, Refused)] == [1.0]
+        assert [each.retry_after_s for each in said(effects, Refused)] == [0.1]  # it may be on the list by then
 
 
 def test_a_repeated_or_older_reservation_takes_no_pages() -> None:

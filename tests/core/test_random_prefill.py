@@ -177,7 +177,7 @@ class World:
             assert (first.position, first.token.id) == (len(request.tokens), answer(request, 64)[0][0])
             self.num_endings[first.handle] += first.finish is not None
         self.num_endings.update(failed.handle for failed in said(effects, Failed))
-        self.num_endings.update(refused.handle for refused in said(effects, Refused) if refused.is_parted)
+        self.num_endings.update(refused.handle for refused in said(effects, Refused))
         for word in [*said(effects, Landed), *said(effects, Fenced)]:
             self.quiet.add(word.handle)
         for word in said(effects, Landed):

@@ -16,14 +16,19 @@ class Fault(NamedTuple):
     stage: Stage
     reason: str
     is_retryable: bool
-    is_parted: bool = False  # as in Refused
+    is_apart: bool = False  # there is no way to the peer, now: that is no failed attempt
+    is_parted: bool = False  # nor will there be one, as in Refused
+
+
+APART_S = 0.1
+"""Until one that has no way to a peer is asked again: the peer may be on the list by then, or be attached again."""
 
 
 def refuse(message: Prefill, fault: Fault) -> list[Effect]:
     """Fail a request that is not taken, and let its peer free what it promised."""
     answer: Failed | Refused = Failed(message.handle, fault.stage, fault.reason, fault.is_retryable)
-    if fault.is_parted:
-        answer = Refused(message.handle, fault.reason, retry_after_s=0.0, is_parted=True)
+    if fault.is_apart:
+        answer = Refused(message.handle, fault.reason, APART_S, fault.is_parted)
     effects: list[Effect] = [Send(ROUTER, answer), Stamp(str(message.handle), "failed", fault.reason)]
     if message.ticket is not None:
         effects.append(Send(message.ticket.decode, Fenced(message.handle, fault.reason)))
@@ -56,7 +61,7 @@ def ticket_fault(ticket: Ticket, num_tokens: int, *, me: Peer, links: Links, pag
     peer = links.find(life)
     if peer is None:
         reason = f"{life.name} (epoch {life.epoch}) is not attached here"
-        return Fault(Stage.TRANSFER, reason, True, links.is_cut(life))
+        return Fault(Stage.TRANSFER, reason, True, is_apart=True, is_parted=links.is_cut(life))
     size = peer.layout.page_size
     if ticket.held_tokens % math.lcm(page_size, size):
         reason = f"{ticket.held_tokens} held tokens are no whole pages of {page_size} and {size} tokens"

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pd.runtime.core.decode import DecodePart
-from pd.runtime.core.entry import never_fits, pages_to_promise
+from pd.runtime.core.entry import APART_S, never_fits, pages_to_promise
 from pd.runtime.core.events import ROUTER, Effect, Exit, Order, Peer, Send, Stamp
 from pd.runtime.core.lives import Links
 from pd.runtime.core.pages import PageTable, num_pages_for
@@ -201,11 +201,11 @@ class Inboxes:
         max_waiting = self._settings.step.max_waiting
         if self._links.find(life) is None:
             reason = f"{self._me.name} is not attached to {life.name} (epoch {life.epoch}), and could not sever it"
-        elif len(self._inboxes) + len(self._decode.ready) >= max_waiting:
+            return Refused(message.handle, reason, APART_S, self._links.is_cut(life))
+        if len(self._inboxes) + len(self._decode.ready) >= max_waiting:
             reason = f"{max_waiting} requests wait already"
-        else:
-            return None
-        return Refused(message.handle, reason, self._settings.deadlines.retry_after_s, self._links.is_cut(life))
+            return Refused(message.handle, reason, self._settings.deadlines.retry_after_s)
+        return None
 
     def _take(self, message: Reserve, limit: int, life: Peer) -> PageTable | Refused:
         """The pages whose prefix is here, and new ones for the rest; whole pages of either side."""

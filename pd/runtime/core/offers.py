@@ -7,7 +7,7 @@ Rules
 
 from __future__ import annotations
 
-from pd.runtime.core.entry import ticket_fault
+from pd.runtime.core.entry import APART_S, ticket_fault
 from pd.runtime.core.events import ROUTER, Effect, Order, Peer, Send, Stamp
 from pd.runtime.core.lives import Links
 from pd.runtime.core.outbox import Outboxes
@@ -41,8 +41,8 @@ class Offers:
         fault = ticket_fault(ticket, num_tokens, me=self._me, links=self._links, page_size=page_size)
         if fault is not None:
             effects: list[Effect] = [Send(ticket.decode, Fenced(handle, fault.reason))]
-            if fault.is_parted:
-                effects.append(Send(ROUTER, Refused(handle, fault.reason, retry_after_s=0.0, is_parted=True)))
+            if fault.is_apart:
+                effects.append(Send(ROUTER, Refused(handle, fault.reason, APART_S, fault.is_parted)))
                 return effects + (self._prefill.cancel(handle, fault.reason, now=now) or [])
             return effects + self._prefill.fail(handle, fault.stage, reason=fault.reason, now=now)
         self._outboxes.assign(outbox, ticket)
