@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pd.runtime.front.errors import RequestError
-from pd.runtime.front.openai import _Chat, _Completion, parse_chat, parse_completion
+from pd.runtime.front.openai import ChatBody, CompletionBody, parse_chat, parse_completion
 from pd.runtime.front.wanted import Conversation, Drawn, Wanted, plan_submits
 from pd.runtime.wire.messages import ModelCard
 
@@ -267,7 +267,7 @@ def test_choices_of_one_request_are_bounded() -> None:
 
 
 FIELDS = st.sampled_from(
-    sorted({*_Completion.__struct_fields__, *_Chat.__struct_fields__, "role", "content", "type", "text", "other"})
+    sorted({*CompletionBody.__struct_fields__, *ChatBody.__struct_fields__, "role", "content", "type", "text", "other"})
 )
 JSON = st.recursive(
     st.none()

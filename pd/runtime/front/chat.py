@@ -12,7 +12,7 @@ from pd.runtime.front.template import Message
 
 NOTHING = msgspec.Raw(b"null")
 
-_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 class Part(msgspec.Struct):
@@ -38,9 +38,9 @@ def to_template(messages: Sequence[ChatMessage]) -> tuple[Message, ...]:
 
 
 def _message(asked: ChatMessage, where: str) -> Message:
-    if asked.role not in _ROLES:
+    if asked.role not in ROLES:
         raise RequestError(
-            f"{where}.role: expected one of {', '.join(_ROLES)}, got {show(asked.role)}",
+            f"{where}.role: expected one of {', '.join(ROLES)}, got {show(asked.role)}",
             param=f"{where}.role",
         )
     if not (asks_nothing(asked.tool_calls) and asks_nothing(asked.function_call)):

@@ -19,6 +19,7 @@ from pd.runtime.front.asgi import ClientGone, Exchange, Receive, Scope, Send
 from pd.runtime.front.completions import Completions, known, not_ready, read_body
 from pd.runtime.front.door import Door
 from pd.runtime.front.errors import RequestError
+from pd.runtime.front.openapi import document
 from pd.runtime.front.settings import FrontSettings
 from pd.runtime.front.shapes import encode
 from pd.runtime.front.text import Text
@@ -131,6 +132,7 @@ class _Front:
             "/metrics": {"GET": self._metrics},
             "/state": {"GET": self._state},
             "/version": {"GET": self._version},
+            "/openapi.json": {"GET": self._openapi},
             "/tokenize": {"POST": self._tokenize},
             "/detokenize": {"POST": self._detokenize},
         }
@@ -180,6 +182,9 @@ class _Front:
 
     async def _version(self, exchange: Exchange) -> None:
         await exchange.reply(200, encode({"version": __version__}))
+
+    async def _openapi(self, exchange: Exchange) -> None:
+        await exchange.reply(200, encode(document(__version__)))
 
     async def _tokenize(self, exchange: Exchange) -> None:
         wanted = parse_tokenize(await read_body(exchange, self._settings))

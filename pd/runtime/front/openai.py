@@ -84,7 +84,7 @@ class _Common(msgspec.Struct, kw_only=True):
     guided_grammar: msgspec.Raw = NOTHING
 
 
-class _Completion(_Common, kw_only=True):
+class CompletionBody(_Common, kw_only=True):
     prompt: msgspec.Raw = NOTHING
     echo: bool | None = None
     best_of: int | None = None
@@ -94,7 +94,7 @@ class _Completion(_Common, kw_only=True):
     prompt_embeds: msgspec.Raw = NOTHING
 
 
-class _Chat(_Common, kw_only=True):
+class ChatBody(_Common, kw_only=True):
     messages: list[ChatMessage]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -119,7 +119,7 @@ _JUDGED_APART = {"prompt", "tools", "tool_choice", "functions", "function_call"}
 
 def parse_completion(body: bytes) -> Wanted:
     """A body of POST /v1/completions. Raises RequestError."""
-    asked = decode(body, _Completion)
+    asked = decode(body, CompletionBody)
     _refuse(asked)
     if asked.best_of is not None and asked.best_of != (asked.n or 1):
         raise unsupported("best_of", f"must be equal to n, {show(asked.n or 1)}, got {show(asked.best_of)}")
@@ -137,7 +137,7 @@ def parse_completion(body: bytes) -> Wanted:
 
 def parse_chat(body: bytes) -> Wanted:
     """A body of POST /v1/chat/completions. Raises RequestError."""
-    asked = decode(body, _Chat)
+    asked = decode(body, ChatBody)
     _refuse(asked)
     _refuse_tools(asked)
     if asked.modalities is not None and asked.modalities != ["text"]:
@@ -193,7 +193,7 @@ def _refuse(asked: _Common) -> None:
         raise unsupported("response_format", f"only type 'text' is supported, got {given}")
 
 
-def _refuse_tools(asked: _Chat) -> None:
+def _refuse_tools(asked: ChatBody) -> None:
     """Tools that the client says must not be called change nothing."""
     for tools, choice in (("tools", "tool_choice"), ("functions", "function_call")):
         chosen = bytes(getattr(asked, choice)).strip()
@@ -266,7 +266,7 @@ def _logit_bias(biases: dict[int, float]) -> tuple[tuple[int, float], ...]:
     return tuple(sorted(biases.items()))
 
 
-def _chat_max_tokens(asked: _Chat) -> int | None:
+def _chat_max_tokens(asked: ChatBody) -> int | None:
     """max_tokens is the old name."""
     old = _at_least_one("max_tokens", asked.max_tokens)
     new = _at_least_one("max_completion_tokens", asked.max_completion_tokens)

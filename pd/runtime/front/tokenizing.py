@@ -70,7 +70,7 @@ def _num_chars(wanted: Wanted) -> int:
     return sum(len(each) for each in prompt if isinstance(each, str))
 
 
-class _Tokenize(msgspec.Struct):
+class TokenizeBody(msgspec.Struct):
     model: str | None = None
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
@@ -78,14 +78,14 @@ class _Tokenize(msgspec.Struct):
     add_generation_prompt: bool = True
 
 
-class _Detokenize(msgspec.Struct):
+class DetokenizeBody(msgspec.Struct):
     tokens: list[int]
     model: str | None = None
 
 
 def parse_tokenize(body: bytes) -> Wanted:
     """A body of POST /tokenize: a text or a chat, as vLLM's. Raises RequestError."""
-    asked = decode(body, _Tokenize)
+    asked = decode(body, TokenizeBody)
     if (asked.prompt is None) == (asked.messages is None):
         raise RequestError("give either prompt or messages", param="prompt")
     prompt: tuple[str, ...] | Conversation
@@ -106,7 +106,7 @@ def parse_tokenize(body: bytes) -> Wanted:
 
 def parse_detokenize(body: bytes) -> tuple[str | None, list[int]]:
     """A body of POST /detokenize: the model's name and the tokens. Raises RequestError."""
-    asked = decode(body, _Detokenize)
+    asked = decode(body, DetokenizeBody)
     for token_id in asked.tokens:
         if not 0 <= token_id < 1 << 31:
             raise RequestError("tokens: a token id is negative or larger than any vocabulary", param="tokens")

@@ -108,6 +108,9 @@ class Leader:
                 received = link.receive()
                 if received is None:
                     break
+                if link is self._hub and not is_peer(received.sender):
+                    link.num_dropped += 1
+                    continue
                 yield received
         yield Tick()
 
@@ -174,6 +177,11 @@ class Leader:
 
     def _spoke(self, address: str, hub: Peer, *, queue: bool) -> Spoke:
         return Spoke(self._lock.context, address, me=self._me, hub=hub, queue=queue, lock=self._lock)
+
+
+def is_peer(sender: Peer) -> bool:
+    """Whether a sender on the hub for peers may be heard: it must not call itself the router, nor one of our ranks."""
+    return sender.name != ROUTER and sender.epoch != ""
 
 
 def run(config: InstanceConfig) -> int:
