@@ -12,6 +12,7 @@ from functools import partial
 
 import typer
 
+from pd.bench.chaos_options import ChaosOptions
 from pd.bench.options import CompareOptions, LatencyOptions, LoadOptions, ReportOptions, RouterOptions
 from pd.bench.transfer_options import TransferOptions
 from pd.cli_options import GroupedHelp, as_command
@@ -64,9 +65,17 @@ def _transfer(options: TransferOptions) -> Callable[[], int]:
     return partial(transfer, options)
 
 
+def _chaos(options: ChaosOptions) -> Callable[[], int]:
+    """Kill, pause and cut off the instances of a cluster under load; tell whether its clients noticed."""
+    from pd.bench.chaos import chaos
+
+    return partial(chaos, options)
+
+
 bench.command("serve", cls=GroupedHelp)(as_command(_serve, LoadOptions))
 bench.command("compare", cls=GroupedHelp)(as_command(_compare, CompareOptions))
 bench.command("report", cls=GroupedHelp)(as_command(_report, ReportOptions))
 bench.command("router", cls=GroupedHelp)(as_command(_router, RouterOptions))
 bench.command("latency", cls=GroupedHelp)(as_command(_latency, LatencyOptions))
 bench.command("transfer", cls=GroupedHelp)(as_command(_transfer, TransferOptions))
+bench.command("chaos", cls=GroupedHelp)(as_command(_chaos, ChaosOptions))

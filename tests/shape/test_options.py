@@ -23,6 +23,10 @@ TRAFFIC = {
     *("--seed", "--slo", "--timeout", "--tokenizer", "--warmup"),
 }
 OPTIONS = {
+    "bench chaos": {
+        *("--concurrency", "--duration", "--every", "--faults", "--logs", "--num-decode", "--num-prefill", "--options"),
+        *("--seed", "--tokens"),
+    },
     "bench latency": {
         *("--batches", "--contexts", "--device", "--dtype", "--output", "--prompts", "--rounds", "--threads"),
     },
