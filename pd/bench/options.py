@@ -174,6 +174,9 @@ class CompareOptions(TrafficOptions):
     rates: Annotated[str, typer.Option(metavar="N,…", help="Arrivals a second to try.", rich_help_panel=_TRAFFIC)] = (
         "0.5,1,2,4"
     )
+    duration: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="Send for so long at each rate.", rich_help_panel=_TRAFFIC)
+    ] = 30.0
     repeats: Annotated[
         int, typer.Option(metavar="N", help="Of the whole, each with a seed of its own.", rich_help_panel=_TRAFFIC)
     ] = 2
