@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from pd.cli_config import check_keys, core_faults, own_faults, parse_cores, shared_faults, show_cores
+from pd.cli_gpus import gpu_environments
 from pd.cli_options import LaunchOptions, ServeOptions, SharedOptions, as_arguments
 from pd.runtime.checkpoint import resolve, served_name
 from pd.runtime.config import ConfigError, LinkConfig
@@ -44,7 +45,7 @@ def serve_config(options: ServeOptions) -> ServeConfig:
         *(replace(instance, model=model, served_name=name, router=meeting) for instance in instances),
     ]
     return ServeConfig(
-        children=tuple(_child(process) for process in processes),
+        children=tuple(map(_child, processes, [{}, *_gpus(instances)])),
         host=_LOOPBACK.get(options.host, options.host),
         port=port,
         model=name,
@@ -164,13 +165,21 @@ def _with_cores(instances: list[LaunchOptions], options: ServeOptions) -> Iterat
         yield instance if instance.cores else replace(instance, cores=show_cores(next(shares)))
 
 
-def _child(process: LaunchOptions) -> Child:
+def _child(process: LaunchOptions, environment: Mapping[str, str]) -> Child:
     is_router = process.role == Role.ROUTER.value
     return Child(
         name=process.name or process.role,
         says=(process.role, "" if is_router else str(process.tp), process.cores or ""),
         command=(sys.executable, "-m", "pd", "launch", *as_arguments(process)),
+        environment=tuple(environment.items()),
     )
+
+
+def _gpus(instances: Sequence[LaunchOptions]) -> list[dict[str, str]]:
+    """Of each instance; the CPU's get none of them."""
+    on_gpus = [instance for instance in instances if not _is_cpu(instance.device)]
+    shares = iter(gpu_environments([instance.tp for instance in on_gpus], os.environ))
+    return [{} if _is_cpu(instance.device) else next(shares) for instance in instances]
 
 
 def _membership_port() -> int:

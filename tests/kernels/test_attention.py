@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from dataclasses import dataclass, replace
 
 import pytest
@@ -113,6 +114,46 @@ def test_decode_equals_dense_attention(name: str, device: torch.device) -> None:
 @pytest.mark.parametrize("name", PREFILL)
 def test_prefill_equals_dense_attention(name: str, device: torch.device) -> None:
     check_prefill(PREFILL[name], device)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "seed" in metafunc.fixturenames:
+        metafunc.parametrize("seed", range(60 if metafunc.config.getoption("--wide") else 2))
+
+
+def drawn(seed: int, *, is_decode: bool) -> Case:
+    """Any sizes that are served; contexts to 3,000 tokens, fewer with many heads."""
+    dice = random.Random(seed)
+    dtype = dice.choice((FP32, BF16, FP16))
+    group = dice.choice((1, 3, 4, 8, 16))
+    longest = dice.choice((40, 300, 3000))
+    new = dice.choice((1, 1, 2, 4)) if is_decode else 0
+    requests = []
+    for _ in range(dice.choice((1, 1, 2, 4) if longest < 3000 else (1,))):
+        context = dice.randint(1, longest)
+        requests.append((context, new if is_decode else dice.randint(1, min(context, 70))))
+    return Case(
+        groups=(group,) * dice.choice((1, 2)),
+        size=dice.choice(((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256))),
+        page=dice.choice((1, 8, 16, 64)),
+        requests=tuple(requests),
+        window=dice.choice((None, None, 1, 50, 1000)),
+        dtype=dtype,
+        kv=dice.choice((None, None, E4M3)),
+        splits=dice.choice((1, 2, 8)) if is_decode else 1,
+    )
+
+
+def test_decode_of_any_shape(seed: int, device: torch.device) -> None:
+    case = drawn(seed, is_decode=True)
+    print(f"seed {seed}: {case}")  # noqa: T201 (pytest shows it with a failure)
+    check_decode(case, device)
+
+
+def test_prefill_of_any_shape(seed: int, device: torch.device) -> None:
+    case = drawn(seed, is_decode=False)
+    print(f"seed {seed}: {case}")  # noqa: T201
+    check_prefill(case, device)
 
 
 def test_a_page_beyond_2_31_elements_is_reached(device: torch.device) -> None:

@@ -82,9 +82,10 @@ FLOORS: dict[str, tuple[tuple[str, ...], set[str]]] = {
         {"torch", "zmq", "transformers"},
     ),
     "pd.cli_layout": (
-        ("pd.cli_config", "pd.cli_options", "pd.runtime", *_MESSAGES),
+        ("pd.cli_config", "pd.cli_gpus", "pd.cli_options", "pd.runtime", *_MESSAGES),
         {"torch", "zmq", "transformers"},
     ),
+    "pd.cli_gpus": ((), {"torch", "zmq", "transformers"}),
 }
 LAZY = ("pd.cli", "pd.transfer", "pd.doctor", "pd.bench", "pd.runtime.checkpoint")
 """Where an import may stand within a function: what is optional, or slow and seldom needed."""

@@ -27,6 +27,8 @@ class Child:
     says: tuple[str, ...]
     """Columns of the table that is shown when all is ready: role, tp, cores."""
     command: tuple[str, ...]
+    environment: tuple[tuple[str, str], ...] = ()
+    """Beside what it inherits."""
 
 
 def start(child: Child, *, scratch: str) -> subprocess.Popen[bytes]:
@@ -38,7 +40,7 @@ def start(child: Child, *, scratch: str) -> subprocess.Popen[bytes]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         start_new_session=True,
-        env=os.environ | {"TMPDIR": scratch},
+        env=os.environ | dict(child.environment) | {"TMPDIR": scratch},
         preexec_fn=lambda: die_with(parent, by=signal.SIGTERM),
     )
 
