@@ -5,10 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-import pytest
-
 from tests.cluster.faults import FAULTS
-from tests.cluster.many import first_failing, run_many
+from tests.cluster.many import all_first_failing, run_many
 from tests.cluster.run import explain, simulate
 from tests.cluster.scenario import Profile, Size
 
@@ -43,10 +41,7 @@ def main() -> int:
 
 def _plant(names: list[str]) -> int:
     num_unseen = 0
-    for name in names:
-        with pytest.MonkeyPatch.context() as patch:
-            FAULTS[name](patch)
-            seen = first_failing()
+    for name, seen in all_first_failing(names):
         num_unseen += seen is None
         what = f"seed {seen.seed}: {(seen.violation or '')[:120]}" if seen else "NOT SEEN"
         _say(f"{name}: {what}")

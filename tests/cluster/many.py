@@ -10,6 +10,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import pytest
+
+from tests.cluster.faults import FAULTS
 from tests.cluster.run import Outcome, simulate
 from tests.cluster.scenario import Profile, Size
 
@@ -90,15 +93,26 @@ def run_many(
     return tally
 
 
-MAX_PLANTED = 1000
-"""Seeds within which a planted fault must be seen: a tenth of what the suite runs."""
+MAX_PLANTED = 2500
+"""Seeds within which a planted fault must be seen: a quarter of what the suite runs."""
 
 
-def first_failing(num_seeds: int = MAX_PLANTED) -> Outcome | None:
-    """Of the suite's small schedules, in this process."""
-    return next(
-        filter(lambda outcome: outcome.violation, (simulate(n, size=Size.SMALL) for n in range(num_seeds))), None
-    )
+def first_failing(fault: str, num_seeds: int = MAX_PLANTED) -> Outcome | None:
+    """Of the suite's small schedules, with that fault planted."""
+    with pytest.MonkeyPatch.context() as patch:
+        FAULTS[fault](patch)
+        outcomes = (simulate(seed, size=Size.SMALL) for seed in range(num_seeds))
+        return next((outcome for outcome in outcomes if outcome.violation), None)
+
+
+def all_first_failing(faults: Sequence[str]) -> Iterator[tuple[str, Outcome | None]]:
+    """In a process a core, as they are found."""
+    with multiprocessing.get_context("spawn").Pool(len(os.sched_getaffinity(0)), initializer=_settle) as pool:
+        yield from pool.imap_unordered(_first_failing, faults)
+
+
+def _first_failing(fault: str) -> tuple[str, Outcome | None]:
+    return fault, first_failing(fault)
 
 
 Share = tuple[range, Profile | None, Size | None]
