@@ -16,6 +16,7 @@ from pd.runtime.core.events import Emit, End, Stamp, Submit
 from pd.runtime.wire.messages import Load, Ticket
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+_COUNTED = ("repeated", "joined", "draining", "suspect", "left", "lost", "refused", "differs", "nonsense")
 _LOUD = frozenset({"joined", "left", "lost", "refused", "unreachable", "draining", "nonsense", "unexpected", "differs"})
 """Stamps about instances that a person wants to see; those of single requests are INFO all the same."""
 
@@ -50,6 +51,13 @@ class RouterMetrics:
         self._running = Gauge("pd_instance_running", "Requests with a slot", ["instance"], registry=registry)
         self._waiting = Gauge("pd_instance_waiting", "Requests queued", ["instance"], registry=registry)
         self._pages = Gauge("pd_instance_pages", "Pages of the pool", ["instance"], registry=registry)
+        self._events = Counter(
+            "pd_router_events", "Attempts repeated, and what befell instances", ["what"], registry=registry
+        )
+        self._dropped = Gauge("pd_link_dropped", "Messages dropped at the router's link", registry=registry)
+        self._refused = Gauge("pd_link_refused", "Connections to it that failed in the handshake", registry=registry)
+        for what in _COUNTED:
+            self._events.labels(what)
         self._free = Gauge("pd_instance_free_pages", "Pages nobody holds", ["instance"], registry=registry)
 
     def submitted(self, submit: Submit, now: float) -> None:
@@ -87,6 +95,15 @@ class RouterMetrics:
         self._waiting.labels(instance).set(load.num_waiting)
         self._pages.labels(instance).set(load.num_pages)
         self._free.labels(instance).set(load.num_free_pages)
+
+    def stamped(self, what: str) -> None:
+        if what in _COUNTED:
+            self._events.labels(what).inc()
+
+    def linked(self, *, num_dropped: int, num_refused: int) -> None:
+        """Of the link to the instances, since this router's start."""
+        self._dropped.set(num_dropped)
+        self._refused.set(num_refused)
 
     def left(self, instance: str) -> None:
         """Say nothing more of it: names come and go."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -101,3 +103,30 @@ def test_an_address_in_use_is_a_link_error_that_names_it(context: zmq.Context[zm
     with pytest.raises(LinkError, match=hub.address.rsplit(":", 1)[1]):
         Hub(context, hub.address)
     hub.close()
+
+
+def test_descriptors_stay_flat_over_hundreds_of_peers_that_come_and_go(
+    context: zmq.Context[zmq.Socket[bytes]],
+) -> None:
+    hub = Hub(context, "tcp://127.0.0.1:*")
+
+    def come_and_go(number: int) -> None:
+        spoke = Spoke(context, hub.address, me=Peer(f"p{number}", "e"), hub=ROUTER, queue=True)
+        spoke.send(CANCEL)
+        assert hear(hub).sender.name == f"p{number}"
+        spoke.close()
+
+    for number in range(20):
+        come_and_go(number)
+    early = num_descriptors()
+    for number in range(20, 300):
+        come_and_go(number)
+    deadline = time.monotonic() + 5
+    while num_descriptors() > early + 10 and time.monotonic() < deadline:  # ZMQ's thread closes them a little later
+        time.sleep(0.05)
+    assert num_descriptors() <= early + 10
+    hub.close()
+
+
+def num_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))

@@ -92,7 +92,7 @@ def test_holders_of_one_key_speak_both_ways(side: Callable[[bytes | None], Side]
 SAID = {
     # (the hub's key, the spoke's): what each says of the other
     (ONE, OTHER): ("another cluster key", "another cluster key, or none"),
-    (ONE, None): ("it has no cluster key, and we have one", "as one with a cluster key does"),
+    (ONE, None): ("it has no cluster key, and we have one", "a cluster key"),
     (None, ONE): ("it has a cluster key, and we none", "another cluster key, or none"),
 }
 

@@ -138,6 +138,7 @@ class Router:
             while True:
                 self._give(Tick())
                 complaints.say(self._hub.refused(), time.monotonic())
+                self._metrics.linked(num_dropped=self._hub.num_dropped, num_refused=self._hub.num_refused)
                 await asyncio.sleep(_TICK_S)
         finally:
             loop.remove_reader(descriptor)
@@ -192,6 +193,7 @@ class Router:
                 self._pass_on(request_id, effect, is_last=True)
             case Stamp():
                 log_stamp(log, effect)
+                self._metrics.stamped(effect.what)
                 if effect.what in ("left", "lost"):
                     self._metrics.left(effect.subject)
             case Exit():

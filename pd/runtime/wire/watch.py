@@ -45,12 +45,10 @@ class Watch:
 
     def _why(self, event: int, value: int) -> str | None:
         """None: the other end went away, which a port scan or a dying process does too."""
-        if not self._is_bound:  # who closes first is chance, so the connected end often sees no more than that
-            return (
-                "it has another cluster key, or none"
-                if self._has_key
-                else "it hangs up, as one with a cluster key does"
-            )
+        if not self._is_bound and self._has_key:  # who closes first is chance, so this end often sees no more
+            return "it has another cluster key, or none"
+        if not self._is_bound and event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+            return "it hangs up at once: one with a cluster key does, and one that is not there behind a proxy"
         if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
             return None
         if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:

@@ -1,0 +1,35 @@
+"""What the router counts: events by kind, and nothing of instances that have gone."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, generate_latest
+
+from pd.runtime.observe import RouterMetrics
+from pd.runtime.wire.messages import Load
+
+
+def lines(registry: CollectorRegistry) -> list[str]:
+    return [line for line in generate_latest(registry).decode().splitlines() if not line.startswith("#")]
+
+
+def test_events_are_counted_by_kind_and_unknown_ones_make_no_series() -> None:
+    registry = CollectorRegistry()
+    metrics = RouterMetrics(registry)
+    for what in ("repeated", "repeated", "lost", "placed"):
+        metrics.stamped(what)
+    counted = [line for line in lines(registry) if line.startswith("pd_router_events_total")]
+    assert 'pd_router_events_total{what="repeated"} 2.0' in counted
+    assert 'pd_router_events_total{what="lost"} 1.0' in counted
+    assert 'pd_router_events_total{what="suspect"} 0.0' in counted
+    assert not any("placed" in line for line in counted)
+
+
+def test_a_thousand_instances_that_came_and_went_leave_no_series() -> None:
+    registry = CollectorRegistry()
+    metrics = RouterMetrics(registry)
+    before = len(lines(registry))
+    for number in range(1000):
+        metrics.beat(f"decode-{number}", Load(1, 2, 3, 4, 5))
+        metrics.left(f"decode-{number}")
+        metrics.left("never heard of")
+    assert len(lines(registry)) == before
