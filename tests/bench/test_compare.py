@@ -89,6 +89,18 @@ async def test_the_server_of_twice_the_slots_keeps_up_with_a_higher_rate(
     assert shares[1] < 0.8  # type: ignore[operator]
 
 
+async def test_what_one_server_did_is_told_though_the_other_does_not_start(capsys: pytest.CaptureFixture[str]) -> None:
+    options = CompareOptions(slo="ttft:5000", repeats=1, duration=0.5, dataset="random,input=5,output=5")
+    wanted = check(options, command="pd bench compare")
+    broken = Shape("broken", (sys.executable, "-c", "raise SystemExit('out of luck')"), (0,))
+    with written(None) as lines:
+        status = await _Comparison(options, wanted, lines).run("m", (8.0,), [synthetic("good", 4, 0.1), broken])
+    out = capsys.readouterr().out
+    assert status == 1
+    assert "good: 90 % of requests met ttft:5000 up to at least 8.00 requests/s" in out
+    assert "broken is left out of repeat 1: broken ended with status 1 before it could serve:\nout of luck" in out
+
+
 async def test_a_server_that_does_not_start_is_told_with_its_last_words() -> None:
     shape = Shape("broken", (sys.executable, "-c", "print('out of luck'); raise SystemExit(3)"), (0,))
     with pytest.raises(ConfigError) as caught:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 import uvloop
@@ -29,6 +29,8 @@ from pd.bench.options import CompareOptions
 from pd.runtime.checkpoint import resolve
 from pd.runtime.config import ConfigError
 
+_INCOMPLETE, _INTERRUPTED = 1, 130
+"""Exit statuses beside 0."""
 _HOPELESS = 0.5  # of the target: beyond it higher rates only take time
 _GPUS = ("/dev/nvidiactl", "/dev/kfd")
 
@@ -107,17 +109,20 @@ class _Comparison:
         about = {"options": asdict(options), "environment": self._found, "shapes": [shape.name for shape in shapes]}
         self._lines.put("compare", format=FORMAT, **about)
         sweeps = [Sweep(shape) for shape in shapes]
-        was_interrupted = False
-        for repeat in range(options.repeats):
-            for sweep in sweeps[:: -1 if repeat % 2 else 1]:
-                was_interrupted = await self._sweep(sweep, model, rates, repeat)
-                if was_interrupted:
+        status = 0
+        for repeat, sweep in _turns(sweeps, options.repeats):
+            try:
+                if await self._sweep(sweep, model, rates, repeat):
+                    status = _INTERRUPTED
                     break
-            if was_interrupted:
-                break
+            except ConfigError as error:
+                if not any(one.runs for one in sweeps):
+                    raise
+                status = _INCOMPLETE  # what others have done is worth telling
+                self._out.print(f"{sweep.shape.name} is left out of repeat {repeat + 1}: {error}", markup=False)
         for line in verdict({one.shape.name: one.runs for one in sweeps}, self._wanted.goals, options.target):
             self._out.print(line, soft_wrap=isinstance(line, str))
-        return 130 if was_interrupted else 0
+        return status
 
     async def _sweep(self, sweep: Sweep, model: str, rates: Sequence[float], repeat: int) -> bool:
         """All rates against one life of a server. Returns whether it was interrupted."""
@@ -176,6 +181,13 @@ class _Comparison:
             f"ITL p50 {found.itl.p50 * 1e3:.1f} p99 {found.itl.p99 * 1e3:.1f} ms",
             soft_wrap=True,
         )
+
+
+def _turns(sweeps: Sequence[Sweep], repeats: int) -> Iterator[tuple[int, Sweep]]:
+    """A B, B A, A B …"""
+    for repeat in range(repeats):
+        for sweep in sweeps[:: -1 if repeat % 2 else 1]:
+            yield repeat, sweep
 
 
 def _notes(options: CompareOptions) -> list[str]:
