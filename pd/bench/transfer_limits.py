@@ -56,7 +56,7 @@ def serve_limit(backend: str, nbytes: int, params: Mapping[str, str]) -> Iterato
                 threading.Thread(target=_drain, args=(server, nbytes), daemon=True).start()
                 yield OtherEnd(port=server.getsockname()[1])
         case _:
-            memory, address = _touched(nbytes)
+            memory, address = _touched(nbytes, is_private=True)
             library = _bare(backend, "limit-there", params)
             library.register(Memory(address), nbytes)
             contact = library.contact()
@@ -81,7 +81,7 @@ class _Stream:
     name = "raw stream"
 
     def __init__(self, nbytes: int, port: int) -> None:
-        self._memory, _ = _touched(nbytes)
+        self._memory, _ = _touched(nbytes, is_private=True)
         self._sock = socket.create_connection(("127.0.0.1", port))
         self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
@@ -98,7 +98,7 @@ class _LibraryWrite:
     name = "one large write"
 
     def __init__(self, backend: str, nbytes: int, there: OtherEnd, params: Mapping[str, str]) -> None:
-        self._memory, address = _touched(nbytes)
+        self._memory, address = _touched(nbytes, is_private=True)
         self._library = _bare(backend, "limit-here", params)
         self._ours, self._theirs = Memory(address), Memory(there.address)
         self._library.register(self._ours, nbytes)
@@ -137,14 +137,21 @@ def _tend(library: Library) -> None:
         time.sleep(library.tend_s)
 
 
-def _touched(nbytes: int) -> tuple[mmap.mmap, int]:
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+def _touched(nbytes: int, *, is_private: bool = False) -> tuple[mmap.mmap, int]:
+    """Memory of the kind that the backend's pools are of: shared, or private and in huge pages where there are any."""
+    if is_private:
+        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        ctypes.memset(ctypes.addressof(ctypes.c_char.from_buffer(memory)), 1, nbytes)
+    else:
+        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
     return memory, ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 def _drain(server: socket.socket, nbytes: int) -> None:
     """Read streams into memory, and answer each with one byte."""
-    memory = memoryview(_touched(nbytes)[0])
+    memory = memoryview(_touched(nbytes, is_private=True)[0])
     sock, _ = server.accept()
     while header := sock.recv(8, socket.MSG_WAITALL):
         left = memory[: int.from_bytes(header, "big")]

@@ -111,6 +111,14 @@ class Peer:
             raise TransferError(f"{what} {self.name} in {limit:g} s")
         return moved
 
+    def finish(self) -> bool:
+        """Begin nothing more; whether something is still on its way."""
+        try:
+            self._reap()
+        except TransferError:
+            return False
+        return bool(self._open) or self._look is not None
+
     def lose(self, reason: str, *, is_ours: bool) -> None:
         """Fail every job, then tell of the loss unless we wanted it. Nothing of it is posted any more."""
         with self.lock:

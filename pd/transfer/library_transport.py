@@ -23,6 +23,8 @@ from pd.transfer.transport import Completion, Span, TransferError
 SEVER_TIMEOUT_S = 5.0
 """For the thread to come by: a call into a library takes as long as 32 MiB take, so only a stuck host takes longer."""
 
+_LINGER = 1.2  # of the time in which every idle peer looks once
+
 _SLATE_OFFSET = 4096  # in the page behind our door
 
 
@@ -114,6 +116,8 @@ class LibraryTransport:
     def close(self) -> None:
         if self._worker is not None:
             write_door(memoryview(self._door), self._nonce, is_open=False)
+            if self._peers and self._library.tend_s is not None:
+                time.sleep(self._limits.look_s * _LINGER)  # still served: idle peers see the door, and leave first
             self._worker.stop("transport closed")
             self._worker = None
         self._library.close()

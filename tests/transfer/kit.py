@@ -82,7 +82,7 @@ class Net:
             transport.close()
 
     def _new(self, me: str, limits: TcpLimits | None) -> Transport:
-        library_limits = LibraryLimits(limits.connect_s, limits.stall_s) if limits else None
+        library_limits = LibraryLimits(limits.connect_s, limits.stall_s) if limits else LibraryLimits(look_s=0.05)
         match self.backend:
             case "memory":
                 return MemoryTransport(me=me, hub=self.hub)
