@@ -10,6 +10,7 @@ import os
 import re
 import socket
 from collections.abc import Iterator
+from typing import Literal, cast
 
 from pd.cli_options import LaunchOptions, SharedOptions
 from pd.runtime.config import (
@@ -31,6 +32,7 @@ _WORDS = {
     "device": ("auto", "cpu", "cuda"),
     "kernels": ("auto", "triton", "torch"),
     "transfer": ("auto", "shm", "tcp", "nixl", "mooncake"),
+    "move": ("auto", "direct", "packed"),
     "reserve": ("early", "late"),
     "direction": ("push", "pull"),
 }
@@ -51,7 +53,7 @@ _OF_INSTANCES = (
         "kv_memory",
         "no_prefix_cache",
     ),
-    *("max_running", "max_prefill_tokens", "max_model_len", "transfer", "transfer_devices", "transfer_param"),
+    *("max_running", "max_prefill_tokens", "max_model_len", "transfer", "transfer_devices", "transfer_param", "move"),
 )
 """Options that say nothing to a router."""
 _OF_ROUTERS = ("api_key_file", "deadline", "direction", "max_attempts", "reserve")
@@ -242,6 +244,7 @@ def _link(options: LaunchOptions) -> LinkConfig:
         transfer=options.transfer,
         transfer_devices=tuple(filter(None, (options.transfer_devices or "").split(","))),
         transfer_params=tuple(_pair(param) for param in options.transfer_param or ()),
+        move=cast(Literal["auto", "direct", "packed"], options.move),
         cluster_key=options.cluster_key,
         insecure=options.insecure,
     )

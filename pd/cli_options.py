@@ -103,6 +103,14 @@ class SharedOptions:
             rich_help_panel=_NETWORK,
         ),
     ] = None
+    move: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|direct|packed",
+            help="KV as it lies, or through staging in the peer's arrangement.",
+            rich_help_panel=_NETWORK,
+        ),
+    ] = "auto"
     reserve: Annotated[
         str,
         typer.Option(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 from dataclasses import dataclass, field
+from typing import Literal
 
 from pd.runtime.wire.messages import Role
 from pd.transfer.layout import DEFAULT_ORDER
@@ -81,6 +82,9 @@ class LinkConfig:
     """The router's membership address: the router binds it, workers connect to it."""
     transfer: str = "auto"
     """auto: shm when the peer is on this host, else tcp or, with RDMA and a library, whichever proves faster."""
+    move: Literal["auto", "direct", "packed"] = "auto"
+    """direct: KV is moved as it lies. packed: through staging, in the peer's arrangement. auto: packed where the dtype
+    differs or direct pieces would be small."""
     transfer_devices: tuple[str, ...] = ()
     """Network interfaces or NICs. A backend that cannot honour them refuses."""
     transfer_params: tuple[tuple[str, str], ...] = ()

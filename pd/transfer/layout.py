@@ -249,5 +249,4 @@ def _must_agree(layout: KVLayout) -> dict[str, object]:
         "num_kv_heads": layout.num_kv_heads,
         "head_dim": layout.head_dim,
         "v_head_dim": layout.head_dims[-1],
-        "dtype": layout.dtype,
     }

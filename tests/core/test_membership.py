@@ -81,7 +81,10 @@ MISFITS: dict[str, tuple[Hello, tuple[str, ...]]] = {
     "layers": (hello("d1", Role.DECODE, layout=replace(LAYOUT, num_layers=3)), ("3", "2")),
     "kv heads": (hello("d1", Role.DECODE, layout=replace(LAYOUT, num_kv_heads=4)), ("4", "2")),
     "head dim": (hello("d1", Role.DECODE, layout=replace(LAYOUT, head_dim=16)), ("16", "8")),
-    "dtype": (hello("d1", Role.DECODE, layout=replace(LAYOUT, dtype="bfloat16")), ("'bfloat16'", "'float32'")),
+    "dtype": (
+        hello("d1", Role.DECODE, layout=replace(LAYOUT, dtype="bfloat16")),
+        ("'bfloat16'", "'float32'"),
+    ),
     "transfer": (hello("d1", Role.DECODE, transfer="tcp"), ("'tcp'", "'memory'")),
     "role": (hello("d1", Role.ROUTER), ("router",)),
 }
@@ -99,6 +102,14 @@ def test_what_cannot_meet_is_refused_with_both_values_and_nobody_else_notices(wh
     assert not sent(effects, Peers) and not sent(effects, Welcome)
     bench.tokens("d0", handle, 4, 71)
     assert bench.answer_of("a") == [70, 71]
+
+
+def test_prefill_and_decode_may_keep_kv_of_another_dtype() -> None:
+    bench = Bench()
+    bench.join(hello("p0", Role.PREFILL))
+    other = replace(LAYOUT, dtype="bfloat16")
+    assert sent(bench.join(hello("d0", Role.DECODE, layout=other)), Welcome)
+    assert sent(bench.join(hello("d1", Role.DECODE, layout=other)), Welcome)
 
 
 def test_page_size_and_axis_order_may_differ() -> None:

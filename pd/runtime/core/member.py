@@ -179,7 +179,8 @@ def mismatch(sender: Peer, hello: Hello, others: Iterable[Hello]) -> str | None:
         if other.worker == hello.worker:
             continue  # it takes that one's place
         faults = [*_differences(hello, other, "model", ("name", "fingerprint", "vocab_size"))]
-        fields = ("num_layers", "num_kv_heads", "head_dim", "v_head_dim", "dtype", "kind")
+        fields: tuple[str, ...] = ("num_layers", "num_kv_heads", "head_dim", "v_head_dim", "kind")
+        fields += () if OTHER.get(hello.role) is other.role else ("dtype",)  # another attempt answers the same
         faults += _differences(hello, other, "layout", fields)  # of one role too: both must meet the same others
         if OTHER.get(hello.role) is other.role and hello.transfer != other.transfer:
             faults.append(f"transfer: {hello.transfer!r} and {other.transfer!r}")

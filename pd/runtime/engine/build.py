@@ -29,8 +29,9 @@ from pd.runtime.engine.sampler import Sampler
 from pd.runtime.engine.shards import parts, share_of
 from pd.runtime.engine.spec import ModelSpec, read_spec
 from pd.runtime.engine.weights import DTYPES, Checkpoint, Reader, open_checkpoint
-from pd.runtime.wire.messages import ModelCard, StepPlan, Token
-from pd.transfer.layout import KVLayout, Shard, page_nbytes, tp_shards
+from pd.runtime.wire.messages import ModelCard, Role, StepPlan, Token
+from pd.transfer.layout import KVLayout, page_nbytes, tp_shards
+from pd.transfer.staging import STAGING_NBYTES
 from pd.transfer.transport import Transport
 
 T = TypeVar("T")
@@ -47,11 +48,12 @@ class Engine:
     """One rank, ready. Owns weights, pool views and its place in the mesh; the transport stays its caller's."""
 
     def __init__(
-        self, card: ModelCard, layout: KVLayout, shard: Shard, *, notes: Notes, runner: Runner, mesh: Mesh
+        self, card: ModelCard, layout: KVLayout, pool: KVPool, *, notes: Notes, runner: Runner, mesh: Mesh
     ) -> None:
         self.card = card
         self.layout = layout
-        self.shard = shard
+        self.shard = pool.shard
+        self.region = pool.region
         self.notes = notes
         self._runner: Runner | None = runner
         self._mesh = mesh
@@ -215,7 +217,7 @@ def _load(
     start_up = f"{checked.layout.dtype}, {where}, {operators}, sums {mesh.note}, weights {weights}"
     card = _card(config, checked, max_model_len)
     notes = Notes(start_up, operators)
-    return Engine(card, checked.layout, pool.shard, notes=notes, runner=runner, mesh=mesh)
+    return Engine(card, checked.layout, pool, notes=notes, runner=runner, mesh=mesh)
 
 
 def _multiplies(device: torch.device) -> str:
@@ -240,7 +242,15 @@ def _pool(instance: InstanceConfig, checked: _Checked, mesh: Mesh, *, room: Room
         own_page = page_nbytes(layout, shard)
         raise room.pool_fault(max(0, num_pages), page_size=page_size, page_nbytes=own_page, max_model_len=asked)
     shard = dataclasses.replace(shard, num_pages=num_pages)
-    return make_pool(layout, shard, dtype=checked.dtype, device=checked.device, transport=transport)
+    hands_off = instance.role is not Role.COLOCATED and instance.link.move != "direct"
+    return make_pool(
+        layout,
+        shard,
+        dtype=checked.dtype,
+        device=checked.device,
+        transport=transport,
+        staging_nbytes=STAGING_NBYTES if hands_off else 0,
+    )
 
 
 def _card(config: RankConfig, checked: _Checked, max_model_len: int) -> ModelCard:

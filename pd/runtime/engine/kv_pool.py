@@ -23,6 +23,7 @@ class KVPool:
     """Views over the region. They must be gone before the transport frees it."""
 
     shard: Shard
+    region: Tensor  # all bytes that the transport knows: the pool's, then those of staging
     layers: tuple[tuple[Tensor, Tensor], ...]  # k_PKSE and v_PKSE, strided by the layout's order
 
 
@@ -47,25 +48,37 @@ def count_pages(kv: KVConfig, layout: KVLayout, shard: Shard, *, device: torch.d
 
 
 def make_pool(
-    layout: KVLayout, shard: Shard, *, dtype: torch.dtype, device: torch.device, transport: Transport
+    layout: KVLayout,
+    shard: Shard,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    transport: Transport,
+    staging_nbytes: int = 0,
 ) -> KVPool:
-    """Take the region from the transport (CPU) or make it and register it (GPU). Zeroed.
+    """Take the region from the transport (CPU) or make it and register it (GPU). Zeroed, staging behind the pool.
 
     Raises ConfigError where the memory is not to be had.
     """
-    nbytes = pool_nbytes(layout, shard)
+    nbytes = staging_base(layout, shard) + staging_nbytes
     try:
         if device.type == "cpu":
-            flat = torch.frombuffer(transport.allocate(nbytes), dtype=dtype)
+            region = torch.frombuffer(transport.allocate(nbytes), dtype=torch.uint8)
         else:
-            flat = torch.zeros(nbytes // dtype.itemsize, dtype=dtype, device=device)
-            transport.register(flat.data_ptr(), nbytes, flat.device.index)
+            region = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+            transport.register(region.data_ptr(), nbytes, region.device.index)
     except (MemoryError, OSError, torch.OutOfMemoryError) as error:
         raise ConfigError(
             f"a KV pool of {shard.num_pages} pages, {nbytes / 2**20:.0f} MiB, is not to be had: {error}",
             hint="lower --kv-memory or --num-pages",
         ) from error
-    return KVPool(shard, tuple((_view(flat, k), _view(flat, v)) for k, v in views(layout, shard)))
+    flat = region[: pool_nbytes(layout, shard)].view(dtype)
+    return KVPool(shard, region, tuple((_view(flat, k), _view(flat, v)) for k, v in views(layout, shard)))
+
+
+def staging_base(layout: KVLayout, shard: Shard) -> int:
+    """Where staging begins in the region: behind the pool, at a multiple of every dtype's size."""
+    return -(-pool_nbytes(layout, shard) // 256) * 256
 
 
 def _view(flat: Tensor, view: View | None) -> Tensor:

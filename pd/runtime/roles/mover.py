@@ -10,9 +10,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count
 
+from pd.runtime.roles.packing import Packer, Part
 from pd.runtime.wire.messages import Attach, FromRank, PeerUnreachable, Sever, Severed, WriteDone, WriteJob
 from pd.transfer.layout import KVLayout, Shard, check_can_meet, check_shards
-from pd.transfer.plan import Route, pair_up
+from pd.transfer.packed import End, Move, PackedWay, choose
+from pd.transfer.plan import Pair, Route, pair_up
 from pd.transfer.transport import JobDone, JobFailed, PeerLost, TransferError, Transport
 
 log = logging.getLogger("pd.rank")
@@ -24,8 +26,8 @@ class _Life:
 
     peer: str
     epoch: str
-    routes: tuple[tuple[str, Route], ...]  # (the peer rank's transport name, which bytes go where)
-    reads: tuple[tuple[str, Route], ...]  # the same the other way: from its pages into ours
+    routes: tuple[tuple[str, Route | PackedWay], ...]  # (the peer rank's transport name, which bytes go where)
+    reads: tuple[tuple[str, Route | PackedWay], ...]  # the same the other way: from its pages into ours
     rank_names: tuple[str, ...]
 
 
@@ -47,6 +49,8 @@ class Mover:
     layout: KVLayout
     shards: tuple[Shard, ...]  # of our own instance, one a rank
     transport: Transport
+    packer: Packer | None = None  # None: no staging, so that all is moved as it lies
+    move: Move = "auto"
     _lives: dict[str, _Life] = field(default_factory=dict)
     _owners: dict[str, _Life] = field(default_factory=dict)  # by the peer rank's transport name
     _shares: dict[int, _Share] = field(default_factory=dict)  # by the transport's job number
@@ -61,13 +65,14 @@ class Mover:
         try:
             check_can_meet(self.layout, order.layout, peer=order.peer)
             check_shards(order.layout, order.shards, peer=order.peer)
+            ours, theirs = End(self.layout, mine), [End(order.layout, shard) for shard in order.shards]
             routes = tuple(
-                (names[pair.dst], Route(self.layout, mine, order.layout, order.shards[pair.dst], pair))
+                (names[pair.dst], self._way(ours, theirs[pair.dst], pair, is_read=False))
                 for pair in pair_up(self.shards, order.shards)
                 if pair.src == self.rank
             )
             reads = tuple(
-                (names[pair.src], Route(order.layout, order.shards[pair.src], self.layout, mine, pair))
+                (names[pair.src], self._way(ours, theirs[pair.src], pair, is_read=True))
                 for pair in pair_up(order.shards, self.shards)
                 if pair.dst == self.rank
             )
@@ -105,6 +110,9 @@ class Mover:
         move = self.transport.read if is_read else self.transport.write
         share = _Share(job.job, len(routes))
         for name, route in routes:
+            if isinstance(route, PackedWay):
+                self._give(share, name, route, job=job)
+                continue
             number = next(self._numbers)
             try:
                 spans = route.spans(job.src_pages, job.dst_pages, job.start, job.stop)
@@ -114,7 +122,7 @@ class Mover:
                 share.error = share.error or str(error)
             else:
                 self._shares[number] = share
-        return [] if share.num_open else [_done(share)]
+        return self._begin() if share.num_open else [_done(share)]
 
     def poll(self) -> list[FromRank]:
         """What the transport has ended since the last call."""
@@ -123,14 +131,49 @@ class Mover:
         for end in self.transport.poll():
             match end:
                 case JobDone(job=number, nbytes=nbytes, seconds=seconds):
+                    self._let_go(number, is_done=True)
                     answers += self._end(number, nbytes, seconds, None)
                 case JobFailed(job=number, reason=reason, may_land=may_land):
+                    self._let_go(number, is_done=False)
                     self._shares[number].may_land |= may_land
                     answers += self._end(number, 0, 0.0, reason)
                 case PeerLost(peer=name, reason=reason):
                     if life := self._owners.get(name):
                         answers.append(PeerUnreachable(life.peer, life.epoch, reason))
-        return answers
+        return answers + self._begin()
+
+    def _way(self, ours: End, theirs: End, pair: Pair, *, is_read: bool) -> Route | PackedWay:
+        """Raises LayoutMismatch where there is none."""
+        is_alike = ours.layout.dtype == theirs.layout.dtype
+        packed = None
+        if self.packer is not None:
+            packed = PackedWay(ours, theirs, pair, is_read, self.packer.slot_nbytes)
+        src, dst = (theirs, ours) if is_read else (ours, theirs)
+        way = choose(Route(*src, *dst, pair) if is_alike else None, packed, self.move)
+        if isinstance(way, PackedWay):
+            why = "pieces are larger so" if is_alike else f"{ours.layout.dtype} here, {theirs.layout.dtype} there"
+            log.info("KV is packed: %s; pieces of %.0f KiB", why, way.piece_nbytes() / 1024)
+        return way
+
+    def _give(self, share: _Share, name: str, way: PackedWay, *, job: WriteJob) -> None:
+        """To staging, in as many parts as it takes."""
+        assert self.packer is not None, "a packed way needs staging"
+        ours, theirs = (job.dst_pages, job.src_pages) if way.is_read else (job.src_pages, job.dst_pages)
+        share.num_open -= 1
+        for tokens in way.parts(job.stop - job.start):
+            number = next(self._numbers)
+            self._shares[number] = share
+            share.num_open += 1
+            self.packer.give(Part(number, name, way, tokens, ours, theirs))
+
+    def _begin(self) -> list[FromRank]:
+        """Start what staging has room for."""
+        failed = self.packer.begin() if self.packer is not None else []
+        return [answer for number, why in failed for answer in self._end(number, 0, 0.0, why)]
+
+    def _let_go(self, number: int, *, is_done: bool) -> None:
+        if self.packer is not None:
+            self.packer.end(number, is_done=is_done)
 
     def _say_ways(self) -> None:
         """Log once how KV goes to each peer rank: a slow way that nobody told of is this field's known wound."""

@@ -25,9 +25,11 @@ import zmq
 from pd.runtime.config import ConfigError, RankConfig
 from pd.runtime.core.events import Peer
 from pd.runtime.engine.build import Engine, build
+from pd.runtime.engine.kv_pool import staging_base
 from pd.runtime.engine.runner import Launched
 from pd.runtime.keys import derived, read_cluster_key
 from pd.runtime.roles.mover import Mover, rank_name
+from pd.runtime.roles.packing import Packer
 from pd.runtime.roles.process import die_with, reachable_host, setup_logging
 from pd.runtime.wire.link import Spoke
 from pd.runtime.wire.messages import (
@@ -45,6 +47,9 @@ from pd.runtime.wire.messages import (
     WriteJob,
 )
 from pd.transfer.choose import make_transport
+from pd.transfer.layout import Shard
+from pd.transfer.packed import Move
+from pd.transfer.staging import STAGING_NBYTES
 from pd.transfer.transport import TransferError, Transport
 
 log = logging.getLogger("pd.rank")
@@ -91,12 +96,13 @@ class Outbox:
 class RankIO:
     """The io thread: owns the leader's link and, once the group is known, the Mover."""
 
-    def __init__(self, link: Spoke, transport: Transport, *, outbox: Outbox, rank: int) -> None:
+    def __init__(self, link: Spoke, transport: Transport, *, outbox: Outbox, rank: int, move: Move) -> None:
         self.plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()  # None: quit
         self._link = link
         self._transport = transport
         self._outbox = outbox
         self._rank = rank
+        self._move = move
         self._engine: Engine | None = None
         self._mover: Mover | None = None
         self._running = True
@@ -132,7 +138,7 @@ class RankIO:
                     self.plans.put(plan)
                 case Group(shards=shards):
                     assert self._engine is not None, "the leader sends Group only after RankReady"
-                    self._mover = Mover(self._rank, self._engine.layout, shards, self._transport)
+                    self._mover = make_mover(self._rank, self._engine, shards, self._transport, move=self._move)
                 case Attach() as order:
                     self._answer(self._need_mover().attach(order))
                 case Sever() as order:
@@ -154,6 +160,14 @@ class RankIO:
     def _answer(self, messages: list[FromRank]) -> None:
         for message in messages:
             self._link.send(message)
+
+
+def make_mover(rank: int, engine: Engine, shards: tuple[Shard, ...], transport: Transport, *, move: Move) -> Mover:
+    """With staging, where the region has room for it behind the pool."""
+    base = staging_base(engine.layout, engine.shard)
+    has_staging = len(engine.region) >= base + STAGING_NBYTES
+    packer = Packer(transport, engine.region, base) if has_staging else None
+    return Mover(rank, engine.layout, shards, transport, packer, move)
 
 
 def compute(engine: Engine, plans: queue.SimpleQueue[StepPlan | None], outbox: Outbox) -> None:
@@ -185,7 +199,7 @@ def serve(config: RankConfig, link: Spoke, outbox: Outbox) -> None:
         params=dict(instance.link.transfer_params),
         key=None if key is None else derived(key, "pd-transfer"),
     )
-    io = RankIO(link, transport, outbox=outbox, rank=config.rank)
+    io = RankIO(link, transport, outbox=outbox, rank=config.rank, move=instance.link.move)
     thread = threading.Thread(target=io.run, name="io", daemon=True)
     thread.start()
     try:

@@ -1,0 +1,121 @@
+"""KV that is not moved as it lies: whoever moves it makes, or unmakes, an image of the peer's arrangement. Pure.
+
+    write   our pool ──reshard──► image in our staging ──spans──► the peer's pool
+    read    the peer's pool ──spans──► image in our staging ──reshard──► our pool
+
+The image is a small pool of the peer's layout that holds just the heads and layers of one pair: so it has the peer's
+dtype, page size and axis order, and travels in as few pieces as that order allows. The peer does nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from pd.transfer.layout import KVLayout, Shard, page_nbytes
+from pd.transfer.plan import Pair, Route
+from pd.transfer.transport import LayoutMismatch, Span
+
+SMALL_NBYTES = 16 << 10
+"""Pieces below it are worth packing: measured on shared memory, 16 KiB pieces reach two thirds of what one large
+copy does, and every engine pays for each piece anew."""
+
+Move = Literal["auto", "direct", "packed"]
+Place = tuple[int, int, int, int]
+
+
+class End(NamedTuple):
+    """One rank's pool."""
+
+    layout: KVLayout
+    shard: Shard
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWay:
+    """Of one pair, from `ours` to `theirs`, or (`is_read`) back. Made once for two peers."""
+
+    ours: End
+    theirs: End
+    pair: Pair
+    is_read: bool
+    slot_nbytes: int
+    num_pages: int = field(init=False)
+    """Of an image that fills a slot."""
+    image: End = field(init=False)
+    _route: Route = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Raises LayoutMismatch where not one page of the peer's fits a slot."""
+        layout, pair = self.theirs.layout, self.pair
+        box = (pair.layers.start, pair.layers.stop, pair.heads.start, pair.heads.stop)
+        nbytes = page_nbytes(layout, Shard(*box, 1))
+        num_pages = self.slot_nbytes // nbytes
+        if not num_pages:
+            raise LayoutMismatch(f"a page of theirs is {nbytes} bytes, and staging has slots of {self.slot_nbytes}")
+        image = End(layout, Shard(*box, num_pages))
+        src, dst = (self.theirs, image) if self.is_read else (image, self.theirs)
+        object.__setattr__(self, "num_pages", num_pages)
+        object.__setattr__(self, "image", image)
+        object.__setattr__(self, "_route", Route(*src, *dst, pair))
+
+    @property
+    def unit(self) -> int:
+        """Tokens that lie within one page on either side."""
+        return math.gcd(self.ours.layout.page_size, self.theirs.layout.page_size)
+
+    def parts(self, num_tokens: int) -> Iterator[range]:
+        """Cut the tokens of a job into what fits a slot each."""
+        size = self.num_pages * self.theirs.layout.page_size
+        for start in range(0, num_tokens, size):
+            yield range(start, min(start + size, num_tokens))
+
+    def spans(self, pages: Sequence[int], part: range, *, base: int) -> list[Span]:
+        """Between their `pages` of the job and the image, which stands at `base` of our region."""
+        size = self.theirs.layout.page_size
+        there = pages[part.start // size : -(-part.stop // size)]
+        here = range(len(there))
+        if self.is_read:
+            spans = self._route.spans(there, here, 0, len(part))
+            return [Span(src, dst + base, nbytes) for src, dst, nbytes in spans]
+        spans = self._route.spans(here, there, 0, len(part))
+        return [Span(src + base, dst, nbytes) for src, dst, nbytes in spans]
+
+    def places(self, pages: Sequence[int], part: range) -> list[Place]:
+        """(our page, our token, the image's page, its token) of each unit of the part; `pages` are ours."""
+        ours, image = self.ours.layout.page_size, self.image.layout.page_size
+        return [
+            (pages[t // ours], t % ours, (t - part.start) // image, (t - part.start) % image)
+            for t in range(part.start, part.stop, self.unit)
+        ]
+
+    def piece_nbytes(self) -> float:
+        """Bytes of a piece, on average."""
+        return mean_piece(self._route)
+
+
+def mean_piece(route: Route) -> float:
+    """Bytes of a piece, on average, when whole pages of both sides are moved and none are neighbours."""
+    src, dst = route.layout_src.page_size, route.layout_dst.page_size
+    num_tokens = math.lcm(src, dst)
+    num_src, num_dst = num_tokens // src, num_tokens // dst
+    if route.shard_src.num_pages < 2 * num_src or route.shard_dst.num_pages < 2 * num_dst:
+        return math.inf  # so small a pool needs no staging
+    spans = route.spans(range(0, 2 * num_src, 2), range(0, 2 * num_dst, 2), 0, num_tokens)
+    return sum(span.nbytes for span in spans) / len(spans)
+
+
+def choose(direct: Route | None, packed: PackedWay | None, move: Move) -> Route | PackedWay:
+    """The way of a pair. `direct` is None where bytes cannot be taken as they are: another dtype.
+
+    Raises LayoutMismatch where `move` asks for what is not there.
+    """
+    if direct is None or move == "packed":
+        if packed is None or move == "direct":
+            raise LayoutMismatch("KV of another dtype is converted on its way, which takes --move packed or auto")
+        return packed
+    if move == "direct" or packed is None or mean_piece(direct) >= SMALL_NBYTES:
+        return direct
+    return packed if packed.piece_nbytes() >= 2 * mean_piece(direct) else direct

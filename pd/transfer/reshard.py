@@ -1,0 +1,57 @@
+"""The device half of packing, in PyTorch: KV from one arrangement to another within one memory.
+
+    dst[dst page, head, layer, dst token + i, dim] = src[src page, head, layer, src token + i, dim]
+
+for each place (src page, src token, dst page, dst token) and i below `unit`; the value is rounded to dst's dtype.
+`pd.kernels.kv_reshard` means the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pd.transfer.layout import KVLayout, Shard, strides
+from pd.transfer.plan import Pair
+
+# P pages, H kv heads, L layers, S tokens a page, E head size; N places
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def views(region: Tensor, layout: KVLayout, shard: Shard, pair: Pair, *, base: int = 0) -> tuple[Tensor, ...]:
+    """The pair's heads and layers of a pool's K and V (MLA: of its latent alone), each [P, H, L, S, E].
+
+    `region` is bytes; the pool begins at byte `base` of it, a multiple of the itemsize.
+    """
+    flat = region[base : base + (len(region) - base) // layout.itemsize * layout.itemsize].view(DTYPES[layout.dtype])
+    found = []
+    for s in strides(layout, shard):
+        first = s.offset(
+            page=0, head=pair.heads.start - shard.head_start, layer=pair.layers.start - shard.layer_start, token=0
+        )
+        shape = (shard.num_pages, len(pair.heads), len(pair.layers), layout.page_size, s.num_dims)
+        steps = [step // layout.itemsize for step in (s.page, s.head, s.layer, s.token, s.dim)]
+        found.append(flat.as_strided(shape, steps, flat.storage_offset() + first // layout.itemsize))
+    return tuple(found)
+
+
+@torch.inference_mode()
+def reshard(src_PHLSE: Tensor, dst_PHLSE: Tensor, places_N4: Sequence[tuple[int, int, int, int]], *, unit: int) -> None:
+    """Reads src_PHLSE, writes the places of dst_PHLSE. `unit` divides both page sizes and every token of a place."""
+    src, dst = _in_units(src_PHLSE, unit), _in_units(dst_PHLSE, unit)
+    if not src.is_cuda:  # tried: indexing, as below; it reached 0.32 GB/s where this reaches 0.7
+        for page, token, other, inside in places_N4:
+            dst[other, :, :, inside // unit].copy_(src[page, :, :, token // unit])
+        return
+    src_page, src_token, dst_page, dst_token = torch.tensor(places_N4, device=src.device).unbind(1)
+    dst[dst_page, :, :, dst_token // unit] = src[src_page, :, :, src_token // unit].to(dst.dtype)
+
+
+def _in_units(pool_PHLSE: Tensor, unit: int) -> Tensor:
+    """The same memory as [P, H, L, S / unit, unit, E]."""
+    shape, steps = list(pool_PHLSE.shape), list(pool_PHLSE.stride())
+    shape[3:4], steps[3:4] = [shape[3] // unit, unit], [steps[3] * unit, steps[3]]
+    return pool_PHLSE.as_strided(shape, steps, pool_PHLSE.storage_offset())

@@ -1,0 +1,200 @@
+"""KV that is repacked on its way: other dtypes, page sizes and axis orders, written or read, through small slots."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from pd.runtime.engine.kv_pool import staging_base
+from pd.runtime.roles.mover import Mover, rank_name
+from pd.runtime.roles.packing import Packer
+from pd.runtime.wire.messages import Attach, PeerUnreachable, WriteDone, WriteJob
+from pd.transfer.layout import DEFAULT_ORDER, KVLayout, Shard, tp_shards
+from pd.transfer.memory import MemoryHub, MemoryTransport
+from pd.transfer.packed import End, Move, PackedWay, choose
+from pd.transfer.plan import Pair, Route, pair_up
+from pd.transfer.reshard import DTYPES, views
+from pd.transfer.transport import LayoutMismatch, TransferError
+
+NUM_PAGES, NUM_SLOTS, SLOT_NBYTES = 12, 3, 3000
+LAYERS_FIRST = ("layer", "kv", "page", "token", "head", "dim")
+
+
+class Side:
+    """One instance: a region with staging and a Mover a rank."""
+
+    def __init__(self, hub: MemoryHub, name: str, layout: KVLayout, *, tp: int, move: Move = "packed") -> None:
+        self.name, self.layout = name, layout
+        self.shards = tp_shards(layout, 12, tp, NUM_PAGES)
+        self.transports = [MemoryTransport(me=rank_name(name, "e", rank), hub=hub) for rank in range(tp)]
+        self.regions, self.movers = [], []
+        for rank, (transport, shard) in enumerate(zip(self.transports, self.shards, strict=True)):
+            base = staging_base(layout, shard)
+            region = torch.frombuffer(transport.allocate(base + NUM_SLOTS * SLOT_NBYTES), dtype=torch.uint8)
+            packer = Packer(transport, region, base, NUM_SLOTS, SLOT_NBYTES)
+            self.regions.append(region)
+            self.movers.append(Mover(rank, layout, self.shards, transport, packer, move))
+
+    def order(self) -> Attach:
+        return Attach(self.name, "e", self.layout, self.shards, tuple(t.endpoint() for t in self.transports))
+
+    def tokens(self, rank: int, pages: tuple[int, ...], num_tokens: int) -> list[torch.Tensor]:
+        """K and V of a rank's tokens, each [tokens, heads, layers, dim]."""
+        shard = self.shards[rank]
+        whole = Pair(rank, rank, shard.layers, shard.heads)
+        found = []
+        for pool_PHLSE in views(self.regions[rank], self.layout, shard, whole):
+            rows = pool_PHLSE[list(pages)].permute(0, 3, 1, 2, 4).flatten(0, 1)
+            found.append(rows[:num_tokens].clone())
+        return found
+
+    def fill(self, truth: list[torch.Tensor], pages: tuple[int, ...]) -> None:
+        """`truth`: K and V of all tokens, [tokens, heads, layers, dim]."""
+        size = self.layout.page_size
+        for rank, shard in enumerate(self.shards):
+            whole = Pair(rank, rank, shard.layers, shard.heads)
+            for pool_PHLSE, rows in zip(views(self.regions[rank], self.layout, shard, whole), truth, strict=True):
+                for t, row in enumerate(rows[:, shard.head_start : shard.head_stop]):
+                    pool_PHLSE[pages[t // size], :, :, t % size] = row.to(pool_PHLSE.dtype)
+
+
+def move_all(mover_side: Side, job: WriteJob, *, is_read: bool) -> list[WriteDone]:
+    answers = [answer for mover in mover_side.movers for answer in mover.start(job, is_read=is_read)]
+    for _ in range(300):
+        answers += [answer for mover in mover_side.movers for answer in mover.poll()]
+    return [answer for answer in answers if isinstance(answer, WriteDone)]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_every_token_arrives_rounded_to_the_peers_dtype_and_nothing_else_changes(seed: int) -> None:
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    theirs = KVLayout(
+        rng.randint(1, 3), rng.randint(1, 4), 4, rng.choice((2, 4, 6)), rng.choice(list(DTYPES)),
+        v_head_dim=rng.choice((None, 2)), order=rng.choice((DEFAULT_ORDER, LAYERS_FIRST)),
+    )  # fmt: skip
+    ours = replace(
+        theirs,
+        page_size=rng.choice((theirs.page_size, 2 * theirs.page_size, 3)),
+        dtype=rng.choice(list(DTYPES)),
+        order=rng.choice((DEFAULT_ORDER, LAYERS_FIRST)),
+    )
+    theirs, ours = (replace(each, num_kv_heads=rng.choice((2, 4))) for each in (theirs, ours))
+    ours = replace(ours, num_kv_heads=theirs.num_kv_heads)
+    hub = MemoryHub()
+    source, sink = Side(hub, "p", theirs, tp=rng.randint(1, 4)), Side(hub, "d", ours, tp=rng.randint(1, 4))
+    num_tokens = rng.randint(1, 5 * max(theirs.page_size, ours.page_size))
+    num_tokens = min(num_tokens, NUM_PAGES * min(theirs.page_size, ours.page_size))
+    src_pages = tuple(rng.sample(range(NUM_PAGES), -(-num_tokens // theirs.page_size)))
+    dst_pages = tuple(rng.sample(range(NUM_PAGES), -(-num_tokens // ours.page_size)))
+    truth = [torch.randn(num_tokens, theirs.num_kv_heads, theirs.num_layers, dim) for dim in theirs.head_dims]
+    source.fill(truth, src_pages)
+    is_read = rng.random() < 0.5
+    mover_side, peer = (sink, source) if is_read else (source, sink)
+    for mover in mover_side.movers:
+        assert mover.attach(peer.order()) == []
+    job = WriteJob(5, peer.name, 0, num_tokens, src_pages, dst_pages)
+    answers = move_all(mover_side, job, is_read=is_read)
+    assert [(answer.job, answer.error) for answer in answers] == [(5, None)] * len(mover_side.movers), f"seed {seed}"
+    for rank, shard in enumerate(sink.shards):
+        for got, rows in zip(sink.tokens(rank, dst_pages, num_tokens), truth, strict=True):
+            due = rows[:, shard.head_start : shard.head_stop].to(DTYPES[theirs.dtype]).to(DTYPES[ours.dtype])
+            assert torch.equal(got, due), f"seed {seed}, rank {rank}: {theirs} -> {ours}"
+        others = tuple(page for page in range(NUM_PAGES) if page not in dst_pages)
+        for left in sink.tokens(rank, others, len(others) * ours.page_size):
+            assert not left.any(), f"seed {seed}: a page that was not named has changed"
+    assert all(mover.packer is not None and mover.packer.num_taken == 0 for mover in mover_side.movers), f"seed {seed}"
+
+
+LAYOUT = KVLayout(2, 2, 4, 4, "float32")
+
+
+def test_a_peer_that_is_severed_gives_its_slots_back_and_all_its_jobs_end() -> None:
+    hub = MemoryHub()
+    source, sink = Side(hub, "p", LAYOUT, tp=1), Side(hub, "d", replace(LAYOUT, dtype="bfloat16"), tp=1)
+    (mover,) = source.movers
+    mover.attach(sink.order())
+    pages = tuple(range(NUM_PAGES))
+    for job in range(1, 6):
+        assert mover.start(WriteJob(job, "d", 0, 4 * NUM_PAGES, pages, pages)) == []
+    mover.transport.sever(rank_name("d", "e", 0))
+    answers = [answer for _ in range(100) for answer in mover.poll()]
+    ended = [answer.job for answer in answers if isinstance(answer, WriteDone) and answer.error is not None]
+    assert sorted(ended) == [1, 2, 3, 4, 5]
+    assert mover.packer is not None and mover.packer.num_taken == 0
+
+
+def test_a_peer_that_hangs_holds_up_none_but_itself() -> None:
+    hub = MemoryHub()
+    source, slow = Side(hub, "p", LAYOUT, tp=1), Side(hub, "slow", replace(LAYOUT, dtype="float16"), tp=1)
+    quick = Side(hub, "quick", replace(LAYOUT, dtype="float16"), tp=1)
+    (mover,) = source.movers
+    for peer in (slow, quick):
+        mover.attach(peer.order())
+    write, held = mover.transport.write, []
+
+    def hang(peer: str, spans: object, *, job: int) -> None:
+        held.append(job) if "slow" in peer else write(peer, spans, job=job)  # type: ignore[arg-type]
+
+    mover.transport.write = hang  # type: ignore[method-assign, assignment]
+    pages = tuple(range(NUM_PAGES))
+    mover.start(WriteJob(1, "slow", 0, 4 * NUM_PAGES, pages, pages))
+    mover.start(WriteJob(2, "quick", 0, 4 * NUM_PAGES, pages, pages))
+    answers = [answer for _ in range(100) for answer in mover.poll()]
+    assert [(answer.job, answer.error) for answer in answers if isinstance(answer, WriteDone)] == [(2, None)]
+    assert len(held) == 1  # one of three slots
+
+
+# ---- which way ------------------------------------------------------------------------------------------------------
+
+
+def ways(src: KVLayout, dst: KVLayout, *, slot_nbytes: int = 8 << 20) -> tuple[Route | None, PackedWay]:
+    (a,), (b,) = tp_shards(src, src.num_kv_heads, 1, 64), tp_shards(dst, dst.num_kv_heads, 1, 64)
+    (pair,) = pair_up((a,), (b,))
+    direct = Route(src, a, dst, b, pair) if src.dtype == dst.dtype else None
+    return direct, PackedWay(End(src, a), End(dst, b), pair, False, slot_nbytes)
+
+
+MODEL = KVLayout(30, 3, 64, 16, "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("dst", "move", "is_packed"),
+    [
+        (MODEL, "auto", False),
+        (MODEL, "packed", True),
+        (replace(MODEL, page_size=64), "auto", True),  # pieces of 2 KiB, and whole pages in the image
+        (replace(MODEL, dtype="float32"), "auto", True),
+    ],
+)
+def test_the_way_follows_from_dtypes_and_pieces(dst: KVLayout, move: Move, is_packed: bool) -> None:
+    assert isinstance(choose(*ways(MODEL, dst), move), PackedWay) is is_packed
+
+
+def test_small_pieces_are_packed_where_the_image_has_larger_ones() -> None:
+    """Token by token at the source, heads outermost at the destination."""
+    src = replace(MODEL, order=("page", "token", "layer", "kv", "head", "dim"))
+    direct, packed = ways(src, MODEL)
+    chosen = choose(direct, packed, "auto")
+    assert chosen is packed
+    assert packed.piece_nbytes() == 368_640, "a whole page of all heads"
+    assert choose(direct, packed, "direct") is direct
+
+
+def test_another_dtype_cannot_go_direct_and_a_page_must_fit_a_slot() -> None:
+    with pytest.raises(LayoutMismatch, match="--move packed or auto"):
+        choose(*ways(MODEL, replace(MODEL, dtype="float32")), "direct")
+    with pytest.raises(LayoutMismatch, match=r"a page of theirs is 368640 bytes, and staging has slots of 1000"):
+        ways(MODEL, MODEL, slot_nbytes=1000)
+
+
+def test_a_peer_of_another_dtype_is_unreachable_by_name_where_all_goes_direct() -> None:
+    hub = MemoryHub()
+    source = Side(hub, "p", LAYOUT, tp=1, move="direct")
+    sink = Side(hub, "d", replace(LAYOUT, dtype="bfloat16"), tp=1)
+    (answer,) = source.movers[0].attach(sink.order())
+    assert isinstance(answer, PeerUnreachable) and "another dtype" in answer.reason
+    assert issubclass(LayoutMismatch, TransferError) and isinstance(source.shards[0], Shard)
