@@ -48,13 +48,14 @@ def test_every_way_answers_as_transformers_and_sends_no_prefix_twice(
 def test_kv_of_another_dtype_is_converted_alike_whoever_moves_it(cases: dict[str, Case], tmp_path: Path) -> None:
     """Prefill in bfloat16, decode in float32: no reference has this arithmetic, so both ways are held to each other."""
     case, answers = cases["llama"], []
-    for router, tp in (((), "2"), (PULL, "1")):
-        prefill, decode = ("--dtype", "bfloat16", "--tp", tp), ("--tp", "3", *LARGER)
-        with apart(case.model, tmp_path / tp, router=router, prefill=prefill, decode=decode, common=COMMON) as cluster:
+    prefill, decode = ("--dtype", "bfloat16", "--tp", "2"), ("--tp", "3", *LARGER)
+    for router, mover in (((), "prefill"), (PULL, "decode")):
+        logs = tmp_path / mover
+        with apart(case.model, logs, router=router, prefill=prefill, decode=decode, common=COMMON) as cluster:
             answers.append(cluster.generate_all(case.prompts, NUM_TOKENS))
-            assert "KV is packed: " in cluster.tail("decode" if router else "prefill")
+            assert "KV is packed: " in (logs / f"{mover}.log").read_text()
     assert answers[0] == answers[1]
-    num_alike = sum(got[:4] == due[:4] for got, due in zip(answers[0], case.answers, strict=True))
+    num_alike = sum(got[0] == due[0] for got, due in zip(answers[0], case.answers, strict=True))
     assert num_alike > len(answers[0]) / 2, "and most begin as float32 alone does"
 
 
