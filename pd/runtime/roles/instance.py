@@ -41,7 +41,7 @@ from pd.runtime.roles.process import StopSignals, new_epoch, reachable_host, set
 from pd.runtime.roles.ranks import Ranks, RanksLost, raise_if_failed
 from pd.runtime.wire.link import Hub, LinkError, Spoke
 from pd.runtime.wire.lock import Lock
-from pd.runtime.wire.messages import WIRE_VERSION, AnyMessage, Bye, Hello, Peers, RankFailed, RankReady, Role
+from pd.runtime.wire.messages import WIRE_VERSION, AnyMessage, Bye, Hello, Peers, Pong, RankFailed, RankReady, Role
 from pd.runtime.wire.watch import Complaints
 
 log = logging.getLogger("pd.instance")
@@ -80,8 +80,8 @@ class Leader:
             poller.poll(_TICK_MS)
             for event in self._events():
                 self._give(event)
-            self._ranks.check()
             now = time.monotonic()
+            self._ranks.check(now)
             self._look(now)
             if stop.num_seen and stopping is None:
                 stopping = now
@@ -108,6 +108,10 @@ class Leader:
                 received = link.receive()
                 if received is None:
                     break
+                if link is self._ranks.hub:
+                    self._ranks.heard(received.sender, time.monotonic())
+                    if isinstance(received.message, Pong):
+                        continue
                 if link is self._hub and not is_peer(received.sender):
                     link.num_dropped += 1
                     continue

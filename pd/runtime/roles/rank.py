@@ -36,6 +36,8 @@ from pd.runtime.wire.messages import (
     Attach,
     FromRank,
     Group,
+    Ping,
+    Pong,
     Quit,
     RankFailed,
     RankLoading,
@@ -146,6 +148,8 @@ class RankIO:
                 case Transfer(jobs=jobs, is_read=is_read):
                     for job in jobs:
                         self._answer(self._need_mover().start(job, is_read=is_read))
+                case Ping():
+                    self._answer([Pong()])
                 case Quit():
                     self._running = False
                 case message:

@@ -16,9 +16,10 @@ import zmq
 
 from pd.runtime.config import ConfigError, InstanceConfig, RankConfig
 from pd.runtime.core.events import Peer
+from pd.runtime.core.pulse import SILENT_S, Pulse
 from pd.runtime.roles.process import StopSignals
 from pd.runtime.wire.link import Hub
-from pd.runtime.wire.messages import AnyMessage, Group, Quit, RankFailed, RankLoading, RankReady
+from pd.runtime.wire.messages import AnyMessage, Group, Ping, Quit, RankFailed, RankLoading, RankReady
 from pd.transfer.layout import split
 
 log = logging.getLogger("pd.ranks")
@@ -53,6 +54,7 @@ class Ranks:
         self._folder = tempfile.TemporaryDirectory(prefix="pd-", dir="/tmp" if is_long else folder)  # mode 0700
         self.hub = Hub(context, f"ipc://{self._folder.name}/leader")
         self._peers = tuple(Peer(str(rank), "") for rank in range(config.device.tp))
+        self._pulse = Pulse(config.device.tp, time.monotonic())
         self._processes = [self._spawn(config, rank, epoch, checkpoint) for rank in range(config.device.tp)]
 
     def __enter__(self) -> Ranks:
@@ -73,8 +75,20 @@ class Ranks:
     def broadcast(self, message: AnyMessage) -> None:
         self.hub.send(message, *self._peers)
 
-    def check(self) -> None:
-        """Raises RanksLost if a process has ended."""
+    def heard(self, sender: Peer, now: float) -> None:
+        """A rank has said something: it lives."""
+        if sender.name.isdecimal():
+            self._pulse.heard(int(sender.name), now)
+
+    def check(self, now: float) -> None:
+        """Raises RanksLost if a process has ended, or does not answer. Asks them for an answer now and then."""
+        if self._pulse.is_due(now):
+            self.broadcast(Ping())
+        if (silent := self._pulse.silent(now)) is not None:
+            raise RanksLost(f"rank {silent} has not answered for {SILENT_S:g} s: it is stopped, or its host is")
+        self._check_ended()
+
+    def _check_ended(self) -> None:
         for rank, process in enumerate(self._processes):
             if (status := process.poll()) is not None:
                 raise RanksLost(f"rank {rank} {_how_it_ended(status)}")
@@ -96,7 +110,8 @@ class Ranks:
                     case message:
                         raise_if_failed(message)
             if not ready:
-                self.check()
+                self._check_ended()
+        self._pulse = Pulse(len(ready), time.monotonic())
         answers = tuple(ready[rank] for rank in range(len(ready)))
         self.broadcast(Group(tuple(answer.shard for answer in answers)))
         return answers

@@ -479,6 +479,14 @@ class RankFailed(Message, frozen=True):
     mendable: bool
 
 
+class Ping(Message, frozen=True):
+    """leader -> rank: say that you are there; the thread that talks answers, whatever the other computes."""
+
+
+class Pong(Message, frozen=True):
+    """rank -> leader."""
+
+
 class Quit(Message, frozen=True):
     """leader -> rank: end now."""
 
@@ -486,6 +494,6 @@ class Quit(Message, frozen=True):
 ToRouter = Hello | Beat | Bye | DrainInstance | Reserved | Refused | FirstToken | Tokens | Failed | Cancelled
 FromRouter = Welcome | Refusal | WhoAreYou | Peers | DrainReport | Reserve | Prefill | Deliver | Cancel
 Handoff = Landed | Stop | Fenced | Ready | Renew | Renewed | Released
-ToRank = StepPlan | Group | Attach | Sever | Transfer | Quit
-FromRank = StepDone | WriteDone | Severed | PeerUnreachable | RankReady | RankLoading | RankFailed
+ToRank = StepPlan | Group | Attach | Sever | Transfer | Ping | Quit
+FromRank = Pong | StepDone | WriteDone | Severed | PeerUnreachable | RankReady | RankLoading | RankFailed
 AnyMessage = ToRouter | FromRouter | Handoff | ToRank | FromRank
