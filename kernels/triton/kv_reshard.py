@@ -67,9 +67,7 @@ def _copy_spans(src, dst, spans, BLOCK: tl.constexpr, VECTOR: tl.constexpr):
         tl.store(dst + to + n, tl.load(src + at + n, mask=n < num_words, other=0), mask=n < num_words)
 
 
-def reshard(
-    src_PHLSE: Tensor, dst_PHLSE: Tensor, places_N4: Tensor, *, unit: int, scale: float = 1.0
-) -> None:
+def reshard(src_PHLSE: Tensor, dst_PHLSE: Tensor, places_N4: Tensor, *, unit: int, scale: float = 1.0) -> None:
     """Move `unit` tokens at each place, all heads and layers of the views. places: int32. Unit stride in E.
 
     The views may be of different pools and dtypes, as the module says. Raises ValueError where they do not fit.

@@ -23,7 +23,7 @@ SAMPLED = Sampling(max_tokens=99, temperature=0.9, top_k=50, top_p=0.9, repetiti
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny("llama", tmp_path_factory.mktemp("tiny"), dtype=torch.bfloat16)
+    return make_tiny("llama", tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(params=[True, False])
@@ -38,13 +38,14 @@ def engine_of(checkpoint: Path, *, graphs: bool) -> Engine:
 
 
 def test_captured_steps_answer_as_launched_ones(tiny: Path) -> None:
-    """Batches of 1 to 5, so that buckets are full and padded."""
+    """Batches of 1 to 5, so that buckets are full and padded. In float32, greedy: a padded batch's products may round
+    otherwise, which only a near tie would show."""
     told = []
     for graphs in (True, False):
         engine = engine_of(tiny, graphs=graphs)
         driver, ids = Driver(engine), []
         for slot in range(5):
-            driver.admit(slot, prompt_of(9, seed=slot, vocab_size=VOCAB_SIZE), SAMPLED if slot % 2 else None)
+            driver.admit(slot, prompt_of(9, seed=slot, vocab_size=VOCAB_SIZE))
             ids += ids_of(driver.run((slot, 0, 9, True)))
         for batch in (5, 4, 3, 2, 1):
             for i in range(3):

@@ -53,9 +53,7 @@ def answers(engine: Engine, sampling: Sampling) -> list[list[Token]]:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "mistral"])
-def test_a_model_through_the_kernels_is_transformers(
-    family: str, tiny: dict[str, Path], device: torch.device
-) -> None:
+def test_a_model_through_the_kernels_is_transformers(family: str, tiny: dict[str, Path], device: torch.device) -> None:
     engine = engine_of(tiny[family], "triton", device)
     assert "Triton kernels" in engine.notes.operators
     told = answers(engine, Sampling(max_tokens=9, temperature=0.0, logprobs=VOCAB_SIZE))

@@ -24,9 +24,7 @@ BF16 = torch.bfloat16
         (1, Routing(1), False),
     ],
 )
-def test_routing_equals_its_reference(
-    num_experts: int, routing: Routing, has_bias: bool, device: torch.device
-) -> None:
+def test_routing_equals_its_reference(num_experts: int, routing: Routing, has_bias: bool, device: torch.device) -> None:
     logits = randn(5, num_experts + 1, seed=num_experts, device=device)[:, :num_experts]
     bias = randn(num_experts, seed=1, device=device) / 10 if has_bias else None
     weights, ids = moe_route.route(logits, routing, bias)

@@ -211,7 +211,7 @@ def _load(
     runner = Runner(model, pool, mesh, ops=ops, slots=slots, sampler=sampler)
     if instance.device.graphs:
         runner.take_graphs(max_context // instance.kv.page_size)
-    operators = f"{ops.note}, {_multiplies(device)}"
+    operators = f"{ops.note}{_products(device)}"
     where = _count(torch.get_num_threads()) if device.type == "cpu" else str(device)
     weights = f"{reader.nbytes / 2**20:.0f} MiB"
     start_up = f"{checked.layout.dtype}, {where}, {operators}, sums {mesh.note}, weights {weights}"
@@ -220,11 +220,11 @@ def _load(
     return Engine(card, checked.layout, pool, notes=notes, runner=runner, mesh=mesh)
 
 
-def _multiplies(device: torch.device) -> str:
-    """Whose matrix products the linear layers are."""
+def _products(device: torch.device) -> str:
+    """Whose matrix products the linear layers are, where it is not said yet."""
     if device.type == "cpu":
-        return "oneDNN bf16" if cpu_build.has_bf16_gemm() else "no oneDNN bf16"
-    return f"PyTorch {torch.__version__} on {torch.cuda.get_device_name(device)}"
+        return ", oneDNN bf16" if cpu_build.has_bf16_gemm() else ""
+    return f", PyTorch {torch.__version__} on {torch.cuda.get_device_name(device)}"
 
 
 def _count(num_threads: int) -> str:

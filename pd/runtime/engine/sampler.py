@@ -49,9 +49,7 @@ class _Slot:
 class Sampler:
     """Owns the sampling state of every slot of one rank."""
 
-    def __init__(
-        self, *, vocab_size: int, max_slots: int, device: torch.device, draws: Draws | None = None
-    ) -> None:
+    def __init__(self, *, vocab_size: int, max_slots: int, device: torch.device, draws: Draws | None = None) -> None:
         """`draws`: None for PyTorch's."""
         self._draws = draws or torch_draws()
         self._vocab_size = vocab_size
@@ -91,9 +89,7 @@ class Sampler:
         if history is not None:
             self._history.give_back(history)
 
-    def sample(
-        self, logits_BV: Tensor, slots: Sequence[int], positions: Sequence[int]
-    ) -> tuple[Tensor, Readout]:
+    def sample(self, logits_BV: Tensor, slots: Sequence[int], positions: Sequence[int]) -> tuple[Tensor, Readout]:
         """Draw one token a row: row i is slot `slots[i]`, its token's position `positions[i]` of prompt +
         answer.
 
@@ -148,9 +144,7 @@ class Sampler:
         if not index:
             return
         asked = [rows[i].sampling for i in index]
-        strengths = [
-            [getattr(s, f"{name}_penalty") for s in asked] for name in ("repetition", "frequency", "presence")
-        ]
+        strengths = [[getattr(s, f"{name}_penalty") for s in asked] for name in ("repetition", "frequency", "presence")]
         penalised = Penalties(self._index(index), self._index(_histories(rows)), self._floats(strengths))
         self._draws.penalise(logits_BV, self._history.counts(), penalised)
 
