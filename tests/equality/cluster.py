@@ -48,13 +48,11 @@ class Cluster:
         return f"http://127.0.0.1:{self.http}"
 
     def launch(self, role: str, name: str, *options: str) -> subprocess.Popen[bytes]:
-        """Start one process group. Router options differ from an instance's."""
+        """Start one process group. Router options differ from an instance's; `options` win over what is common."""
         line = [sys.executable, "-m", "pd", "launch", "--role", role, "--model", str(self.model)]
-        line += ["--router", f"tcp://127.0.0.1:{self.meeting}", *options]
-        if role == "router":
-            line += ["--port", str(self.http)]
-        else:
-            line += ["--name", name, *self.common]
+        line += ["--router", f"tcp://127.0.0.1:{self.meeting}"]
+        line += ["--port", str(self.http)] if role == "router" else ["--name", name, *self.common]
+        line += options
         with open(self.logs / f"{name}.log", "ab") as log:
             process = subprocess.Popen(line, stderr=log, stdout=log, start_new_session=True)
         self.processes[name] = process
