@@ -130,3 +130,21 @@ def test_descriptors_stay_flat_over_hundreds_of_peers_that_come_and_go(
 
 def num_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
+
+
+def test_a_link_that_came_back_by_itself_is_left_alone(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    """ZMQ tries again who hangs up in the handshake; trying anew as well would lose what is on the new connection."""
+    with socket.create_server(("127.0.0.1", 0)) as rude:
+        address = f"tcp://127.0.0.1:{rude.getsockname()[1]}"
+        spoke = Spoke(context, address, me=WORKER, hub=ROUTER, queue=True)
+        rude.accept()[0].close()
+    spoke.send(CANCEL)
+    hub = Hub(context, address)
+    assert hear(hub) == Received(WORKER, CANCEL)
+    assert spoke.refused() is not None  # of the first try; and the connection of the second stays
+    for _ in range(20):
+        hub.send(Welcome(), WORKER)
+        assert hear(spoke).message == Welcome()
+    assert hub.num_dropped == 0
+    hub.close()
+    spoke.close()

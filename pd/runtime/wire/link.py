@@ -140,14 +140,17 @@ class Spoke:
     def refused(self) -> str | None:
         """Why the connection failed when it was last tried, in a sentence; None: it did not fail since last asked.
 
-        It is tried anew: ZMQ itself gives an address up for good when the other end's greeting does not suit.
+        It is tried anew where ZMQ itself gave the address up for good, as it does when the other end's greeting does
+        not suit; nowhere else, because there may be a new connection meanwhile, with messages on it.
         """
         why = self._watch.look()
+        if self._watch.has_given_up:
+            self._watch.has_given_up = False
+            with contextlib.suppress(zmq.ZMQError):
+                self.socket.disconnect(self.address)
+            self.socket.connect(self.address)
         if why is None:
             return None
-        with contextlib.suppress(zmq.ZMQError):  # given up already
-            self.socket.disconnect(self.address)
-        self.socket.connect(self.address)
         return f"no connection to {self.hub.name} at {self.address}: {why}"
 
     def close(self) -> None:

@@ -25,6 +25,8 @@ class Watch:
         self._has_key = has_key
         self._monitor = socket.get_monitor_socket(_FAILED)
         self.num_failed = 0
+        self.has_given_up = False
+        """ZMQ tries no more (of a connected end): after any other failure it tries again by itself."""
 
     def look(self) -> str | None:
         """The last failure since the last look that says something, or None."""
@@ -33,6 +35,7 @@ class Watch:
             if not self._monitor.poll(0):
                 break
             event = recv_monitor_message(self._monitor)
+            self.has_given_up |= event["event"] != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
             why = self._why(event["event"], event["value"])
             if why is not None:
                 self.num_failed += 1
