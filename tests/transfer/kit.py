@@ -32,6 +32,11 @@ os.environ.setdefault("UCX_MODULES", "cma")
 """With the vendors' verbs libraries loaded, UCX crashes the process at its end; a rank ends without farewell."""
 
 
+def ours_in_shm() -> set[str]:
+    """Names in /dev/shm that we or a library of ours could have left; other processes of the machine have theirs."""
+    return {name for name in os.listdir("/dev/shm") if name.startswith(("pd", "ucx", "nixl"))}
+
+
 def why_absent(library: str) -> str | None:
     """Why a backend's library cannot be used here."""
     if importlib.util.find_spec(library) is None:

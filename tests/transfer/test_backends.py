@@ -22,6 +22,7 @@ from tests.transfer.kit import (
     done_jobs,
     lost_after_write,
     open_fds,
+    ours_in_shm,
     random_spans,
     resident_nbytes,
     wait_for,
@@ -292,9 +293,9 @@ def move_a_little(net: Net) -> None:
     net.made.clear()
 
 
-def what_is_open() -> tuple[int, int, list[str]]:
+def what_is_open() -> tuple[int, int, set[str]]:
     gc.collect()
-    return len(open_fds()), threading.active_count(), os.listdir("/dev/shm")
+    return len(open_fds()), threading.active_count(), ours_in_shm()
 
 
 def test_a_tensor_over_the_region_outlives_it(net: Net) -> None:

@@ -23,6 +23,7 @@ from tests.transfer.kit import (
     backends,
     done_jobs,
     lost_after_write,
+    ours_in_shm,
     wait_for,
     wait_jobs,
     wait_lost,
@@ -131,14 +132,14 @@ def test_a_killed_peer_is_severed_and_a_living_one_only_where_it_can_be(net: Net
 
 
 def test_kill_9_of_both_ends_leaves_nothing_behind(net: Net, spawn: Spawn) -> None:
-    before = os.listdir("/dev/shm")
+    before = ours_in_shm()
     one, other = spawn("one", MIB), spawn("other", MIB)
     one.ask("connect", "other", other.endpoint.hex())
     other.ask("connect", "one", one.endpoint.hex())
     assert one.ask("write", "other", 0, 0, MIB) == ["JobDone"]
     one.kill()
     other.kill()
-    assert os.listdir("/dev/shm") == before
+    assert ours_in_shm() == before
 
 
 def test_a_peer_restarted_at_the_same_address_is_not_taken_for_its_predecessor(net: Net, spawn: Spawn) -> None:

@@ -203,6 +203,8 @@ def serve(config: RankConfig, link: Spoke, outbox: Outbox) -> None:
         params=dict(instance.link.transfer_params),
         key=None if key is None else derived(key, "pd-transfer"),
     )
+    if key is not None and transport.name in ("nixl", "mooncake"):
+        log.warning("%s cannot prove the cluster's key: KV moves unlocked, on a network that you trust", transport.name)
     io = RankIO(link, transport, outbox=outbox, rank=config.rank, move=instance.link.move)
     thread = threading.Thread(target=io.run, name="io", daemon=True)
     thread.start()
