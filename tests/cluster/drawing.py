@@ -16,7 +16,7 @@ SETTLE_S = 7.0
 
 P = Profile
 PROFILES = (P.ALL, P.FAULTS, P.LATE, P.CRASHES, P.TIGHT, P.ALL, P.FAULTS, P.LATE, P.CRASHES, P.ALL, P.CALM, P.LATE)
-PERIOD = 96
+PERIOD = 192
 """Of so many seeds one is large and six are of medium size."""
 
 
