@@ -15,20 +15,9 @@ from pd.runtime.config import StepConfig
 from pd.runtime.core.events import ROUTER, Effect, Launch, Peer, Received, Send, Tick
 from pd.runtime.core.instance import BrainSettings, InstanceBrain
 from pd.runtime.wire.codec import decode, encode
-from pd.runtime.wire.messages import (
-    WIRE_VERSION,
-    Handle,
-    Hello,
-    Landed,
-    ModelCard,
-    Peers,
-    Reserve,
-    Role,
-    Sampling,
-    StepDone,
-    StepPlan,
-    Token,
-)
+from pd.runtime.wire.messages import Hello, Landed, Peers, Reserve
+from pd.runtime.wire.plans import StepDone, StepPlan
+from pd.runtime.wire.values import WIRE_VERSION, Handle, ModelCard, Role, Sampling, Token
 from pd.transfer.layout import KVLayout, Shard
 
 PROMPT_TOKENS = 500

@@ -30,7 +30,7 @@ from pd.runtime.front.http import App, make_app
 from pd.runtime.front.settings import FrontSettings
 from pd.runtime.front.shapes import CompletionShape, Head
 from pd.runtime.front.text import Text
-from pd.runtime.wire.messages import Finish, ModelCard, Role, Sampling, Token
+from pd.runtime.wire.values import Finish, ModelCard, Role, Sampling, Token
 
 WINDOW = 50
 """Steps; the first window is for warming up."""

@@ -16,22 +16,8 @@ from pd.runtime.config import RouterConfig
 from pd.runtime.core.events import Emit, Peer, Received, Send, Submit, Tick
 from pd.runtime.core.router import RouterBrain
 from pd.runtime.wire.codec import decode, encode
-from pd.runtime.wire.messages import (
-    WIRE_VERSION,
-    FirstToken,
-    Handle,
-    Hello,
-    ModelCard,
-    Prefill,
-    Progress,
-    Reserve,
-    Reserved,
-    Role,
-    Sampling,
-    Ticket,
-    Token,
-    Tokens,
-)
+from pd.runtime.wire.messages import FirstToken, Hello, Prefill, Progress, Reserve, Reserved, Tokens
+from pd.runtime.wire.values import WIRE_VERSION, Handle, ModelCard, Role, Sampling, Ticket, Token
 from pd.transfer.layout import KVLayout, Shard
 
 PROMPT_TOKENS = 500

@@ -25,7 +25,7 @@ from pd.runtime.config import (
     is_loopback,
 )
 from pd.runtime.keys import read_api_keys, read_cluster_key
-from pd.runtime.wire.messages import Role
+from pd.runtime.wire.values import Role
 
 _WORDS = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),

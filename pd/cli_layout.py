@@ -18,7 +18,7 @@ from pd.runtime.config import ConfigError, LinkConfig
 from pd.runtime.engine.spec import read_spec
 from pd.runtime.roles.child import Child
 from pd.runtime.roles.supervisor import ServeConfig, claim_port
-from pd.runtime.wire.messages import Role
+from pd.runtime.wire.values import Role
 
 _KEYS = ("tp", "name", "num-pages", "threads", "cores")
 _ROUTERS_OWN = ("host", "api_key_file", "deadline", "direction", "max_attempts", "reserve")

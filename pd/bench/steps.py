@@ -7,7 +7,8 @@ from pathlib import Path
 
 from pd.runtime.config import DeviceConfig, InstanceConfig, KVConfig, ModelConfig, RankConfig, StepConfig
 from pd.runtime.engine.build import Engine, build
-from pd.runtime.wire.messages import Chunk, Role, Sampling, SlotInit, StepKind, StepPlan
+from pd.runtime.wire.plans import Chunk, SlotInit, StepKind, StepPlan
+from pd.runtime.wire.values import Role, Sampling
 from pd.transfer.memory import MemoryHub, MemoryTransport
 
 _PAGE = 16

@@ -10,7 +10,7 @@ from pd.doctor.answers import Packages
 from pd.doctor.machine import Machine, Silence
 from pd.doctor.pci import AMD, NVIDIA, gpus
 from pd.doctor.rdma import best_gid, rdma_devices
-from pd.runtime.wire.messages import WIRE_VERSION
+from pd.runtime.wire.values import WIRE_VERSION
 
 VARIABLES = ("UCX_TLS", "UCX_NET_DEVICES", "UCX_IB_GID_INDEX", "MC_GID_INDEX", "NCCL_IB_GID_INDEX")
 LIBRARIES = ("torch", "nixl", "ucx", "mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda")

@@ -10,7 +10,7 @@ import ipaddress
 from dataclasses import dataclass, field
 from typing import Literal
 
-from pd.runtime.wire.messages import Role
+from pd.runtime.wire.values import Role
 from pd.transfer.layout import DEFAULT_ORDER
 
 

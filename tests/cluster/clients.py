@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pd.runtime.core.events import Abandon, Emit, End, Event, Submit
-from pd.runtime.wire.messages import Finish
+from pd.runtime.wire.values import Finish
 from tests.cluster.clock import Clock
 from tests.cluster.model import Answer, expected, token_at
 from tests.cluster.scenario import Ask, Profile, Scenario

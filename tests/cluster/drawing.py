@@ -7,7 +7,7 @@ import random
 from dataclasses import replace
 from typing import NamedTuple
 
-from pd.runtime.wire.messages import Role, Sampling
+from pd.runtime.wire.values import Role, Sampling
 from tests.cluster.model import VOCAB_SIZE
 from tests.cluster.scenario import Ask, Blow, Instance, Odds, Profile, Scenario, Size, Strike
 

@@ -29,18 +29,9 @@ from pd.runtime.core.prefix import PrefixCache
 from pd.runtime.core.ranks import Tally
 from pd.runtime.core.router import RouterBrain
 from pd.runtime.core.timetable import Timetable
-from pd.runtime.wire.messages import (
-    Fenced,
-    Finish,
-    Handle,
-    Landed,
-    Prefill,
-    Reserve,
-    Severed,
-    Ticket,
-    Token,
-    WriteDone,
-)
+from pd.runtime.wire.messages import Fenced, Landed, Prefill, Reserve
+from pd.runtime.wire.plans import Severed, WriteDone
+from pd.runtime.wire.values import Finish, Handle, Ticket, Token
 from pd.transfer.handoff import INBOX, OUTBOX, InboxState, OutboxState
 from pd.transfer.handoff import Effect as Do
 from pd.transfer.handoff import Event as On

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from pd.runtime.wire.messages import Finish, Sampling, Token
+from pd.runtime.wire.values import Finish, Sampling, Token
 
 VOCAB_SIZE = 97
 

@@ -10,23 +10,21 @@ from dataclasses import dataclass
 from functools import partial
 
 from pd.runtime.core.events import Peer
-from pd.runtime.wire.messages import (
+from pd.runtime.wire.messages import Reserve
+from pd.runtime.wire.plans import (
     Attach,
     Chunk,
     FromRank,
-    Handle,
     PeerUnreachable,
-    Reserve,
-    Sampling,
     Sever,
     Severed,
     StepDone,
     StepPlan,
-    Token,
     Transfer,
     WriteDone,
     WriteJob,
 )
+from pd.runtime.wire.values import Handle, Sampling, Token
 from tests.cluster.clock import Clock
 from tests.cluster.model import kv_value, sample, token_at
 from tests.cluster.scenario import Instance

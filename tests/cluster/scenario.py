@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from pd.runtime.wire.messages import Role, Sampling
+from pd.runtime.wire.values import Role, Sampling
 
 
 class Profile(enum.Enum):

@@ -21,7 +21,8 @@ from pd.runtime.core.events import (
     Stamp,
     Tick,
 )
-from pd.runtime.wire.messages import AnyMessage, Beat, FromRank, Reserve, Reserved
+from pd.runtime.wire.messages import AnyMessage, Beat, Reserve, Reserved
+from pd.runtime.wire.plans import FromRank
 from tests.cluster.clock import Clock
 from tests.cluster.ranks import Ranks
 from tests.cluster.trace import Trace, Violation, short

@@ -9,7 +9,7 @@ from pd.runtime.config import RouterConfig
 from pd.runtime.core.instance import InstanceBrain
 from pd.runtime.core.router import RouterBrain
 from pd.runtime.core.settings import Deadlines
-from pd.runtime.wire.messages import Role, Sampling
+from pd.runtime.wire.values import Role, Sampling
 from tests.cluster.scenario import Ask, Instance, Odds, Profile, Scenario, Size, Strike
 from tests.cluster.trace import Trace
 from tests.cluster.world import Brains, World

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from pd.runtime.core.events import End
-from pd.runtime.wire.messages import Finish
+from pd.runtime.wire.values import Finish
 from tests.cluster.scenario import Blow, Odds, Strike
 from tests.cluster.staging import MAX_MODEL_LEN, PAGE, as_shipped, ask, decode, num_stamps, prefill, staged
 

@@ -14,7 +14,8 @@ from pd.runtime.core.events import ROUTER, Drain, Emit, End, Event, Peer, Receiv
 from pd.runtime.core.instance import InstanceBrain
 from pd.runtime.core.router import RouterBrain
 from pd.runtime.core.settings import BrainSettings
-from pd.runtime.wire.messages import WIRE_VERSION, AnyMessage, Bye, Hello, ModelCard
+from pd.runtime.wire.messages import AnyMessage, Bye, Hello
+from pd.runtime.wire.values import WIRE_VERSION, ModelCard
 from pd.transfer.layout import KVLayout, Shard
 from tests.cluster.clients import Clients
 from tests.cluster.clock import Clock

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pd.runtime.core.events import Peer
-from pd.runtime.wire.messages import Handle, WriteJob
+from pd.runtime.wire.plans import WriteJob
+from pd.runtime.wire.values import Handle
 from tests.cluster.clock import Clock
 from tests.cluster.scenario import Odds
 from tests.cluster.trace import Violation

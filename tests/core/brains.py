@@ -25,28 +25,9 @@ from pd.runtime.core.events import (
     Tick,
 )
 from pd.runtime.core.instance import BrainSettings, InstanceBrain
-from pd.runtime.wire.messages import (
-    WIRE_VERSION,
-    AnyMessage,
-    Finish,
-    Handle,
-    Hello,
-    ModelCard,
-    Peers,
-    Prefill,
-    Reserve,
-    Role,
-    Sampling,
-    SlotInit,
-    StepDone,
-    StepKind,
-    StepPlan,
-    Ticket,
-    Token,
-    Tokens,
-    WriteDone,
-    WriteJob,
-)
+from pd.runtime.wire.messages import AnyMessage, Hello, Peers, Prefill, Reserve, Tokens
+from pd.runtime.wire.plans import SlotInit, StepDone, StepKind, StepPlan, WriteDone, WriteJob
+from pd.runtime.wire.values import WIRE_VERSION, Finish, Handle, ModelCard, Role, Sampling, Ticket, Token
 from pd.transfer.layout import KVLayout, Shard
 
 PAGE = 4

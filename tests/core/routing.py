@@ -10,27 +10,8 @@ from pd.runtime.config import RouterConfig
 from pd.runtime.core.dispatch import Deadlines
 from pd.runtime.core.events import Abandon, Effect, Emit, End, Event, Peer, Received, Send, Submit, Tick
 from pd.runtime.core.router import RouterBrain
-from pd.runtime.wire.messages import (
-    WIRE_VERSION,
-    AnyMessage,
-    Beat,
-    Finish,
-    FirstToken,
-    Handle,
-    Hello,
-    Load,
-    Message,
-    ModelCard,
-    Prefill,
-    Progress,
-    Reserve,
-    Reserved,
-    Role,
-    Sampling,
-    Ticket,
-    Token,
-    Tokens,
-)
+from pd.runtime.wire.messages import AnyMessage, Beat, FirstToken, Hello, Prefill, Progress, Reserve, Reserved, Tokens
+from pd.runtime.wire.values import WIRE_VERSION, Finish, Handle, Load, Message, ModelCard, Role, Sampling, Ticket, Token
 from pd.transfer.layout import KVLayout, Shard
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, page_size=4, dtype="float32")

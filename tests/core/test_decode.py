@@ -7,29 +7,20 @@ from brains import EPOCH, PAGE, Instance, answer, hello, reserve_for, said, samp
 
 from pd.runtime.core.events import Effect, Exit, Peer
 from pd.runtime.wire.messages import (
-    Attach,
     Cancel,
     Cancelled,
     Failed,
     Fenced,
-    Finish,
-    Handle,
     Landed,
     Progress,
     Refused,
     Reserve,
     Reserved,
-    Role,
-    Sever,
-    Severed,
-    Stage,
-    StepDone,
-    StepKind,
-    StepPlan,
     Stop,
-    Token,
     Tokens,
 )
+from pd.runtime.wire.plans import Attach, Sever, Severed, StepDone, StepKind, StepPlan
+from pd.runtime.wire.values import Finish, Handle, Role, Stage, Token
 
 PREFILL = hello("p", Role.PREFILL)
 P = Peer("p", PREFILL.epoch)

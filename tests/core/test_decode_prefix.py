@@ -6,7 +6,9 @@ import pytest
 from brains import EPOCH, PAGE, Instance, answer, hello, reserve_for, said, sample, streamed
 
 from pd.runtime.core.events import Peer
-from pd.runtime.wire.messages import Fenced, Landed, Reserve, Reserved, Role, Severed, Ticket, Token
+from pd.runtime.wire.messages import Fenced, Landed, Reserve, Reserved
+from pd.runtime.wire.plans import Severed
+from pd.runtime.wire.values import Role, Ticket, Token
 
 P = Peer("p", EPOCH)
 

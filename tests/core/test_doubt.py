@@ -5,7 +5,9 @@ from __future__ import annotations
 from brains import Instance, hello, prefill_for, said, ticket_of
 
 from pd.runtime.core.events import Effect, Peer
-from pd.runtime.wire.messages import Failed, Fenced, Handle, Landed, PeerUnreachable, Prefill, Role, Stop, WriteDone
+from pd.runtime.wire.messages import Failed, Fenced, Landed, Prefill, Stop
+from pd.runtime.wire.plans import PeerUnreachable, WriteDone
+from pd.runtime.wire.values import Handle, Role
 
 DECODE = hello("d", Role.DECODE)
 D = Peer("d", DECODE.epoch)

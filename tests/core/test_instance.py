@@ -14,26 +14,19 @@ from pd.runtime.wire.messages import (
     DrainInstance,
     Failed,
     Fenced,
-    Finish,
     FirstToken,
-    Handle,
     Hello,
     Landed,
     Prefill,
     Refusal,
     Refused,
     Reserve,
-    Role,
-    Stage,
-    StepDone,
-    StepKind,
-    StepPlan,
     Stop,
-    Token,
     Welcome,
     WhoAreYou,
-    WriteDone,
 )
+from pd.runtime.wire.plans import StepDone, StepKind, StepPlan, WriteDone
+from pd.runtime.wire.values import Finish, Handle, Role, Stage, Token
 
 ALL = (Role.PREFILL, Role.DECODE, Role.COLOCATED)
 

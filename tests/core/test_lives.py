@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pd.runtime.core.events import Effect, Peer, Stamp
 from pd.runtime.core.lives import SETTLED_S, Links
-from pd.runtime.wire.messages import Role
+from pd.runtime.wire.values import Role
 from tests.core.routing import hello
 
 LIFE = Peer("d0", "1")

@@ -14,15 +14,14 @@ from pd.runtime.wire.messages import (
     DrainInstance,
     DrainReport,
     Hello,
-    ModelCard,
     Peers,
     Refusal,
     Refused,
     Reserve,
-    Role,
     Welcome,
     WhoAreYou,
 )
+from pd.runtime.wire.values import ModelCard, Role
 from tests.core.routing import CARD, LAYOUT, Bench, decoding, hello, load, only_reserve, pair_bench, sent
 
 

@@ -33,14 +33,10 @@ from pd.runtime.wire.messages import (
     Renew,
     Renewed,
     Reserve,
-    Role,
-    Sever,
-    Ticket,
-    Token,
     Tokens,
-    Transfer,
-    WriteDone,
 )
+from pd.runtime.wire.plans import Sever, Transfer, WriteDone
+from pd.runtime.wire.values import Role, Ticket, Token
 
 D = Peer("d", EPOCH)
 DECODE = hello("d", Role.DECODE)

@@ -7,30 +7,19 @@ from brains import PAGE, Instance, answer, hello, prefill_for, said, sample, tic
 
 from pd.runtime.core.events import Peer
 from pd.runtime.wire.messages import (
-    Attach,
     Cancel,
     Cancelled,
     Failed,
     Fenced,
-    Finish,
     FirstToken,
-    Handle,
     Landed,
     Peers,
-    PeerUnreachable,
     Prefill,
     Refused,
-    Role,
-    Sever,
-    Severed,
-    Stage,
-    StepDone,
-    StepKind,
-    StepPlan,
     Stop,
-    Token,
-    WriteDone,
 )
+from pd.runtime.wire.plans import Attach, PeerUnreachable, Sever, Severed, StepDone, StepKind, StepPlan, WriteDone
+from pd.runtime.wire.values import Finish, Handle, Role, Stage, Token
 
 DECODE = hello("d", Role.DECODE)
 D = Peer("d", DECODE.epoch)

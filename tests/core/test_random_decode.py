@@ -15,23 +15,18 @@ from pd.runtime.wire.messages import (
     Cancelled,
     Failed,
     Fenced,
-    Finish,
     FirstToken,
-    Handle,
     Hello,
     Landed,
     Prefill,
     Refused,
     Reserve,
     Reserved,
-    Role,
-    Sever,
-    Severed,
     Stop,
-    Ticket,
-    Token,
     Tokens,
 )
+from pd.runtime.wire.plans import Sever, Severed
+from pd.runtime.wire.values import Finish, Handle, Role, Ticket, Token
 
 LENGTHS = (1, 3, 4, 5, 7, 8, 9, 16, 17, 30)
 

@@ -10,23 +10,19 @@ from brains import PAGE, Instance, answer, chains, hello, prefill_for, said, tic
 
 from pd.runtime.core.events import Effect, Peer
 from pd.runtime.wire.messages import (
-    Attach,
     Cancel,
     Cancelled,
     Failed,
     Fenced,
     FirstToken,
-    Handle,
     Hello,
     Landed,
-    PeerUnreachable,
     Prefill,
     Refused,
-    Role,
-    Sever,
     Stop,
-    WriteJob,
 )
+from pd.runtime.wire.plans import Attach, PeerUnreachable, Sever, WriteJob
+from pd.runtime.wire.values import Handle, Role
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pd.runtime.core.attempts import Arrival, Attempts
 from pd.runtime.core.ranks import Tally
-from pd.runtime.wire.messages import Handle, Severed, StepDone, Token, WriteDone
+from pd.runtime.wire.plans import Severed, StepDone, WriteDone
+from pd.runtime.wire.values import Handle, Token
 
 
 def test_a_step_is_done_when_all_ranks_are_with_the_tokens_of_rank_0() -> None:

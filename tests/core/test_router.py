@@ -9,23 +9,8 @@ import pytest
 from pd.runtime.config import RouterConfig
 from pd.runtime.core.dispatch import Deadlines
 from pd.runtime.core.events import Drain, Emit, End, Exit, Peer, Received, Tick, Timings
-from pd.runtime.wire.messages import (
-    Cancel,
-    Cancelled,
-    Failed,
-    Finish,
-    FirstToken,
-    Handle,
-    Prefill,
-    Refused,
-    Reserve,
-    Reserved,
-    Role,
-    Stage,
-    Ticket,
-    Token,
-    Welcome,
-)
+from pd.runtime.wire.messages import Cancel, Cancelled, Failed, FirstToken, Prefill, Refused, Reserve, Reserved, Welcome
+from pd.runtime.wire.values import Finish, Handle, Role, Stage, Ticket, Token
 from tests.core.routing import Bench, decoding, hello, only_prefill, only_reserve, pair_bench, sent
 
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from pd.bench.steps import Unmoved
 from pd.runtime.config import DeviceConfig, InstanceConfig, KVConfig, ModelConfig, RankConfig, StepConfig
 from pd.runtime.engine.build import Engine, build
-from pd.runtime.wire.messages import Chunk, Role, Sampling, SlotInit, StepKind, StepPlan, Token
+from pd.runtime.wire.plans import Chunk, SlotInit, StepKind, StepPlan
+from pd.runtime.wire.values import Role, Sampling, Token
 from pd.transfer.memory import MemoryHub
 
 PAGE = 8

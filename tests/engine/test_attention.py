@@ -15,7 +15,8 @@ from pd.runtime.engine.inputs import Slots, StepInputs
 from pd.runtime.engine.kv_pool import make_pool
 from pd.runtime.engine.shards import RankShare, share_of
 from pd.runtime.engine.spec import ModelSpec, read_spec
-from pd.runtime.wire.messages import Chunk, Sampling, SlotInit
+from pd.runtime.wire.plans import Chunk, SlotInit
+from pd.runtime.wire.values import Sampling
 from pd.transfer.layout import DEFAULT_ORDER, KVLayout, tp_shards
 from pd.transfer.memory import MemoryHub, MemoryTransport
 from tests.tiny import make_tiny

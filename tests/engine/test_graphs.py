@@ -10,7 +10,8 @@ from torch import Tensor
 
 from pd.runtime.engine.graphs import BUCKETS, Captured, DecodeGraphs
 from pd.runtime.engine.inputs import Slots, StepInputs
-from pd.runtime.wire.messages import Chunk, Sampling, SlotInit
+from pd.runtime.wire.plans import Chunk, SlotInit
+from pd.runtime.wire.values import Sampling
 
 CPU = torch.device("cpu")
 PAGE, MAX_LEN = 4, 64

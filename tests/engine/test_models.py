@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pd.runtime.engine.build import Engine
-from pd.runtime.wire.messages import Sampling
+from pd.runtime.wire.values import Sampling
 from tests.engine.driving import (
     PAGE,
     Driver,

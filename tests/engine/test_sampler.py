@@ -13,7 +13,8 @@ import torch
 
 from pd.runtime.engine import noise
 from pd.runtime.engine.sampler import Sampler
-from pd.runtime.wire.messages import Sampling, SlotInit, Token
+from pd.runtime.wire.plans import SlotInit
+from pd.runtime.wire.values import Sampling, Token
 
 CPU = torch.device("cpu")
 VOCAB = 1003  # not a multiple of 4, 8 or 16

@@ -9,7 +9,8 @@ import torch
 
 from pd.runtime.engine.attention import has_native
 from pd.runtime.engine.build import Engine
-from pd.runtime.wire.messages import Sampling, SlotInit, StepKind, StepPlan, Token
+from pd.runtime.wire.plans import SlotInit, StepKind, StepPlan
+from pd.runtime.wire.values import Sampling, Token
 from tests.engine.driving import Driver, build_engine, generate, ids_of, prompt_of, rank_config
 from tests.tiny import VOCAB_SIZE, make_tiny
 

@@ -17,7 +17,7 @@ from pd.runtime.core.events import Emit, End, Submit
 from pd.runtime.front.http import make_app
 from pd.runtime.front.settings import FrontSettings
 from pd.runtime.front.text import Text, load_text
-from pd.runtime.wire.messages import Finish, ModelCard, Role, Token
+from pd.runtime.wire.values import Finish, ModelCard, Role, Token
 
 WAIT_S = 20.0
 """Far above what a loaded machine needs; a test that reaches it has found a hang."""

@@ -8,7 +8,7 @@ import pytest
 
 from pd.runtime.front.answer import Answer, Delta
 from pd.runtime.front.text import Text, load_text
-from pd.runtime.wire.messages import Finish
+from pd.runtime.wire.values import Finish
 from tests.front.fakes import IM_END, byte_level, emits, tokens, write_model
 
 

@@ -13,7 +13,7 @@ import pytest
 from pd.runtime.core.events import End
 from pd.runtime.front.settings import FrontSettings
 from pd.runtime.front.text import load_text
-from pd.runtime.wire.messages import Finish, Role
+from pd.runtime.wire.values import Finish, Role
 from tests.front.fakes import VOCAB_SIZE, WAIT_S, FakeDoor, byte_level, emits, serving, tiny_text, tokens, write_model
 
 

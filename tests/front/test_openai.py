@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pd.runtime.front.errors import RequestError
 from pd.runtime.front.openai import ChatBody, CompletionBody, parse_chat, parse_completion
 from pd.runtime.front.wanted import Conversation, Drawn, Wanted, plan_submits
-from pd.runtime.wire.messages import ModelCard
+from pd.runtime.wire.values import ModelCard
 
 CARD = ModelCard("tiny", "f", vocab_size=300, max_model_len=64)
 HELLO = [{"role": "user", "content": "hi"}]

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 from pd.runtime.front.http import App, make_app
 from pd.runtime.front.openapi import document
 from pd.runtime.front.settings import FrontSettings
-from pd.runtime.wire.messages import Finish
+from pd.runtime.wire.values import Finish
 from tests.front.fakes import VOCAB_SIZE, FakeDoor, emits, tiny_text, tokens
 
 DOCUMENT = document("1")

@@ -15,7 +15,7 @@ import pytest
 
 from pd.runtime.core.events import Emit, End, Submit, Timings
 from pd.runtime.front.text import load_text
-from pd.runtime.wire.messages import Finish, ModelCard
+from pd.runtime.wire.values import Finish, ModelCard
 from tests.front.fakes import (
     IM_END,
     WAIT_S,

@@ -10,7 +10,8 @@ import torch
 
 from pd.runtime.config import DeviceConfig
 from pd.runtime.engine.build import Engine
-from pd.runtime.wire.messages import Chunk, Sampling, SlotInit, StepKind, StepPlan
+from pd.runtime.wire.plans import Chunk, SlotInit, StepKind, StepPlan
+from pd.runtime.wire.values import Sampling
 from tests.engine.driving import Driver, build_engine, ids_of, prompt_of, rank_config
 from tests.tiny import VOCAB_SIZE, make_tiny
 

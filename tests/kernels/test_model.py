@@ -15,7 +15,7 @@ from pd.runtime.engine.build import Engine
 from pd.runtime.engine.operators import Shapes
 from pd.runtime.engine.shards import share_of
 from pd.runtime.engine.spec import read_spec
-from pd.runtime.wire.messages import Sampling, Token
+from pd.runtime.wire.values import Sampling, Token
 from tests.engine.driving import Driver, build_engine, ids_of, logprobs_of, prompt_of, rank_config
 from tests.engine.reference import Reference
 from tests.tiny import VOCAB_SIZE, make_tiny

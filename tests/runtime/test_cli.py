@@ -19,7 +19,7 @@ from pd.cli_layout import launches, share_cores
 from pd.cli_options import LaunchOptions, ServeOptions, as_arguments, as_command
 from pd.runtime.config import ConfigError, InstanceConfig, RouterConfig
 from pd.runtime.keys import make_cluster_key, read_cluster_key
-from pd.runtime.wire.messages import Role
+from pd.runtime.wire.values import Role
 
 ALLOWED = sorted(os.sched_getaffinity(0))
 

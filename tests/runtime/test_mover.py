@@ -7,7 +7,7 @@ import random
 import pytest
 
 from pd.runtime.roles.mover import Mover, rank_name
-from pd.runtime.wire.messages import Attach, PeerUnreachable, Sever, Severed, WriteDone, WriteJob
+from pd.runtime.wire.plans import Attach, PeerUnreachable, Sever, Severed, WriteDone, WriteJob
 from pd.transfer.layout import KVLayout, Shard, pool_nbytes, strides, tp_shards
 from pd.transfer.memory import MemoryHub, MemoryTransport
 from pd.transfer.transport import Completion, JobDone, JobFailed

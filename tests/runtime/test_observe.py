@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, generate_latest
 
 from pd.runtime.observe import RouterMetrics
-from pd.runtime.wire.messages import Load
+from pd.runtime.wire.values import Load
 
 
 def lines(registry: CollectorRegistry) -> list[str]:

@@ -11,7 +11,7 @@ import torch
 from pd.runtime.engine.kv_pool import staging_base
 from pd.runtime.roles.mover import Mover, rank_name
 from pd.runtime.roles.packing import Packer
-from pd.runtime.wire.messages import Attach, PeerUnreachable, WriteDone, WriteJob
+from pd.runtime.wire.plans import Attach, PeerUnreachable, WriteDone, WriteJob
 from pd.transfer.layout import DEFAULT_ORDER, KVLayout, Shard, tp_shards
 from pd.transfer.memory import MemoryHub, MemoryTransport
 from pd.transfer.packed import End, Move, PackedWay, choose

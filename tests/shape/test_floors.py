@@ -18,7 +18,7 @@ ACTS = {
 }
 """Devices, input and output, clocks, dice, threads: not for pure modules, which take `now` and seeds as arguments."""
 
-_MESSAGES = ("pd.runtime.wire.messages", "pd.transfer.layout")
+_MESSAGES = (*(f"pd.runtime.wire.{name}" for name in ("messages", "plans", "values")), "pd.transfer.layout")
 _KITCHEN = ("pd.transfer", "pd.dp_attention", "pd.spec_decode", "pd.kernels")
 _TOOL = ("pd.runtime", "pd.transfer")
 _SEEDED = ACTS - {"random", "datetime"}
@@ -42,7 +42,9 @@ FLOORS: dict[str, tuple[tuple[str, ...], set[str]]] = {
     "pd.spec_decode": (("pd.kernels",), {"zmq", "asyncio"}),
     "pd.runtime": ((), ACTS),
     "pd.runtime.config": (_MESSAGES, ACTS),
-    "pd.runtime.wire.messages": (("pd.transfer.layout",), ACTS),
+    "pd.runtime.wire.values": (("pd.transfer.layout",), ACTS),
+    "pd.runtime.wire.plans": (("pd.runtime.wire.values", "pd.transfer.layout"), ACTS),
+    "pd.runtime.wire.messages": (("pd.runtime.wire.plans", "pd.runtime.wire.values", "pd.transfer.layout"), ACTS),
     "pd.runtime.wire": (
         ("pd.runtime.core.events", "pd.runtime.keys", "pd.transfer.layout"),
         {"torch", "numpy", "transformers"},

@@ -15,9 +15,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pd.runtime.wire import messages
+from pd.runtime.wire import messages, plans, values
 from pd.runtime.wire.codec import MAX_MESSAGE_BYTES, WireError, decode, encode
-from pd.runtime.wire.messages import AnyMessage, Chunk, Handle, StepKind, StepPlan, Token, Tokens
+from pd.runtime.wire.messages import AnyMessage, Tokens
+from pd.runtime.wire.plans import Chunk, StepKind, StepPlan
+from pd.runtime.wire.values import Handle, Token
 from pd.transfer.layout import DEFAULT_ORDER, KVLayout, Shard
 
 KINDS = get_args(AnyMessage)
@@ -72,8 +74,9 @@ def test_a_message_of_every_kind_survives_the_wire(kind: type[AnyMessage]) -> No
 def test_every_message_class_is_in_the_union() -> None:
     classes = {
         value
-        for value in vars(messages).values()
-        if isinstance(value, type) and issubclass(value, messages.Message) and value is not messages.Message
+        for module in (messages, plans)
+        for value in vars(module).values()
+        if isinstance(value, type) and issubclass(value, values.Message) and value is not values.Message
     }
     assert classes == set(KINDS)
 

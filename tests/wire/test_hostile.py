@@ -11,7 +11,8 @@ import zmq
 from pd.runtime.core.events import Peer, Received, Tick
 from pd.runtime.wire.codec import encode
 from pd.runtime.wire.link import Hub, Spoke
-from pd.runtime.wire.messages import Cancel, Fenced, Handle, Reserve, Role
+from pd.runtime.wire.messages import Cancel, Fenced, Reserve
+from pd.runtime.wire.values import Handle, Role
 from tests.core.brains import EPOCH, Instance, reserve_for
 from tests.core.brains import hello as peer_hello
 from tests.core.routing import hello, pair_bench, sent

@@ -12,7 +12,8 @@ import zmq
 
 from pd.runtime.core.events import Peer, Received
 from pd.runtime.wire.link import Hub, LinkError, Spoke
-from pd.runtime.wire.messages import Cancel, Handle, Welcome, WhoAreYou
+from pd.runtime.wire.messages import Cancel, Welcome, WhoAreYou
+from pd.runtime.wire.values import Handle
 
 ROUTER = Peer("router", "")
 WORKER = Peer("prefill-0", "e1")

@@ -13,7 +13,8 @@ import zmq
 from pd.runtime.core.events import Peer, Received
 from pd.runtime.wire.link import Hub, Spoke
 from pd.runtime.wire.lock import Lock
-from pd.runtime.wire.messages import Cancel, Handle, Welcome
+from pd.runtime.wire.messages import Cancel, Welcome
+from pd.runtime.wire.values import Handle
 
 ROUTER = Peer("router", "")
 CANCEL = Cancel(Handle("r", 0), "why")

@@ -19,23 +19,8 @@ import zmq
 from pd.bench.load.drive import allow_connections
 from pd.runtime.core.events import ROUTER, Peer
 from pd.runtime.wire.link import Spoke
-from pd.runtime.wire.messages import (
-    WIRE_VERSION,
-    Beat,
-    Cancel,
-    Finish,
-    FirstToken,
-    Handle,
-    Hello,
-    Load,
-    ModelCard,
-    Prefill,
-    Progress,
-    Role,
-    Token,
-    Tokens,
-    WhoAreYou,
-)
+from pd.runtime.wire.messages import Beat, Cancel, FirstToken, Hello, Prefill, Progress, Tokens, WhoAreYou
+from pd.runtime.wire.values import WIRE_VERSION, Finish, Handle, Load, ModelCard, Role, Token
 from pd.transfer.layout import KVLayout, tp_shards
 
 _BEAT_S = 0.4

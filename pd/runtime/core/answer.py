@@ -13,7 +13,7 @@ from typing import NamedTuple
 from pd.runtime.core.events import Submit, Timings
 from pd.runtime.core.member import Member
 from pd.runtime.core.placement import Wish
-from pd.runtime.wire.messages import Finish, Handle, Sampling, Stage, Token
+from pd.runtime.wire.values import Finish, Handle, Sampling, Stage, Token
 
 MAX_HELD = 1024
 """Tokens held while an earlier one is missing. More are dropped; the attempt is then repeated."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections import OrderedDict
 
-from pd.runtime.wire.messages import Handle
+from pd.runtime.wire.values import Handle
 
 MAX_REMEMBERED = 65_536
 """Requests. At 1,000 a second over a minute, longer than any message is on its way; about 15 MB."""

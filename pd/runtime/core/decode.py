@@ -17,7 +17,8 @@ from pd.runtime.core.prefix import PrefixCache
 from pd.runtime.core.request import Phase, Request
 from pd.runtime.core.settings import BrainSettings
 from pd.runtime.core.step import Step, add_decodes, admit
-from pd.runtime.wire.messages import Failed, Finish, Handle, Progress, Stage, Token, Tokens
+from pd.runtime.wire.messages import Failed, Progress, Tokens
+from pd.runtime.wire.values import Finish, Handle, Stage, Token
 
 GiveWay = Callable[[], list[Effect] | None]
 """Preempt the youngest request that is still computing its prompt; None if there is none."""

@@ -19,7 +19,8 @@ from pd.runtime.core.membership import Membership
 from pd.runtime.core.placement import fits_nowhere
 from pd.runtime.core.timetable import Timetable
 from pd.runtime.core.waiting import Waiting
-from pd.runtime.wire.messages import Cancel, Deliver, Handle, Prefill, Refused, Reserve, Role, Stage, Ticket
+from pd.runtime.wire.messages import Cancel, Deliver, Prefill, Refused, Reserve
+from pd.runtime.wire.values import Handle, Role, Stage, Ticket
 
 RETRY_AFTER_S = 1.0
 """What a client is told: about what a restarted instance or a finished request takes."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from pd.runtime.core.events import Peer
-from pd.runtime.wire.messages import Handle
+from pd.runtime.wire.values import Handle
 
 MAX_DOUBTS = 4096
 """Of peers that were never heard of again: who still asked about a page has long severed us."""

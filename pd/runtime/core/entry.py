@@ -9,7 +9,8 @@ from pd.runtime.core.events import ROUTER, Effect, Peer, Send, Stamp
 from pd.runtime.core.lives import Links
 from pd.runtime.core.pages import num_pages_for
 from pd.runtime.core.settings import BrainSettings
-from pd.runtime.wire.messages import Failed, Fenced, Prefill, Refused, Reserve, Stage, Ticket
+from pd.runtime.wire.messages import Failed, Fenced, Prefill, Refused, Reserve
+from pd.runtime.wire.values import Stage, Ticket
 
 
 class Fault(NamedTuple):

@@ -9,16 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from pd.runtime.wire.messages import (
-    AnyMessage,
-    Attach,
-    Finish,
-    Sampling,
-    Sever,
-    StepPlan,
-    Token,
-    Transfer,
-)
+from pd.runtime.wire.messages import AnyMessage
+from pd.runtime.wire.plans import Attach, Sever, StepPlan, Transfer
+from pd.runtime.wire.values import Finish, Sampling, Token
 
 ROUTER = "router"
 """The router's name as a sender and as a destination."""

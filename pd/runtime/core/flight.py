@@ -16,7 +16,7 @@ from pd.runtime.core.pages import PageTable
 from pd.runtime.core.prefix import PrefixCache
 from pd.runtime.core.request import Phase, Request
 from pd.runtime.core.step import Step
-from pd.runtime.wire.messages import StepDone
+from pd.runtime.wire.plans import StepDone
 
 MAX_STEPS = 2
 """One computes while the next is already with the ranks; more would only delay newcomers."""

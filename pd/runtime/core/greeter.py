@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 from pd.runtime.core.events import ROUTER, Effect, Send, Stamp
 from pd.runtime.core.settings import Deadlines
-from pd.runtime.wire.messages import Beat, Hello, Load
+from pd.runtime.wire.messages import Beat, Hello
+from pd.runtime.wire.values import Load
 
 
 class Greeter:

@@ -21,24 +21,9 @@ from pd.runtime.core.pages import PageTable, num_pages_for
 from pd.runtime.core.prefix import PrefixCache
 from pd.runtime.core.request import Phase, Request, limit_of
 from pd.runtime.core.settings import BrainSettings, Deadlines
-from pd.runtime.wire.messages import (
-    Failed,
-    Handle,
-    Landed,
-    Ready,
-    Refused,
-    Released,
-    Renew,
-    Reserve,
-    Reserved,
-    Severed,
-    Stage,
-    Stop,
-    Ticket,
-    Token,
-    Transfer,
-    WriteJob,
-)
+from pd.runtime.wire.messages import Failed, Landed, Ready, Refused, Released, Renew, Reserve, Reserved, Stop
+from pd.runtime.wire.plans import Severed, Transfer, WriteJob
+from pd.runtime.wire.values import Handle, Stage, Ticket, Token
 from pd.transfer import handoff
 from pd.transfer.handoff import INBOX, Event, InboxState
 

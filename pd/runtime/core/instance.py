@@ -41,10 +41,8 @@ from pd.runtime.wire.messages import (
     Deliver,
     DrainInstance,
     Fenced,
-    Handle,
     Hello,
     Landed,
-    Load,
     Peers,
     Prefill,
     Ready,
@@ -54,11 +52,11 @@ from pd.runtime.wire.messages import (
     Renew,
     Renewed,
     Reserve,
-    Stage,
     Stop,
     Welcome,
     WhoAreYou,
 )
+from pd.runtime.wire.values import Handle, Load, Stage
 
 __all__ = ["BrainSettings", "Deadlines", "InstanceBrain"]
 

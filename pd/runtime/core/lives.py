@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from pd.runtime.core.events import Effect, Order, Peer, Stamp
-from pd.runtime.wire.messages import Attach, Hello, Sever
+from pd.runtime.wire.messages import Hello
+from pd.runtime.wire.plans import Attach, Sever
 
 MAX_SEVERED = 4096
 """Severed lives remembered. Only the latest could still be asked for."""

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator
 
 from pd.runtime.core.affinity import PrefixMemory
 from pd.runtime.core.events import Peer
-from pd.runtime.wire.messages import WIRE_VERSION, Hello, Load, Role
+from pd.runtime.wire.messages import Hello
+from pd.runtime.wire.values import WIRE_VERSION, Load, Role
 
 OTHER = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}
 

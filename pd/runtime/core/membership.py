@@ -16,18 +16,8 @@ from typing import NamedTuple
 
 from pd.runtime.core.events import Effect, Peer, Send, Stamp
 from pd.runtime.core.member import OTHER, STANDINGS, Member, Sign, Standing, is_isolated, mismatch, unlike
-from pd.runtime.wire.messages import (
-    DrainInstance,
-    DrainReport,
-    Hello,
-    Load,
-    ModelCard,
-    Peers,
-    Refusal,
-    Role,
-    Welcome,
-    WhoAreYou,
-)
+from pd.runtime.wire.messages import DrainInstance, DrainReport, Hello, Peers, Refusal, Welcome, WhoAreYou
+from pd.runtime.wire.values import Load, ModelCard, Role
 
 PAUSE_S = 1.0
 """A longer gap between two ticks is our own pause: the shell promises ten a second."""

@@ -13,7 +13,9 @@ from pd.runtime.core.lives import Links
 from pd.runtime.core.outbox import Outboxes
 from pd.runtime.core.prefill import PrefillPart
 from pd.runtime.core.settings import BrainSettings
-from pd.runtime.wire.messages import Fenced, Handle, Refused, Renew, Ticket, Transfer
+from pd.runtime.wire.messages import Fenced, Refused, Renew
+from pd.runtime.wire.plans import Transfer
+from pd.runtime.wire.values import Handle, Ticket
 from pd.transfer.handoff import Event, OutboxState
 
 

@@ -21,7 +21,9 @@ from pd.runtime.core.lives import Links
 from pd.runtime.core.pages import num_pages_for
 from pd.runtime.core.request import Request
 from pd.runtime.core.settings import BrainSettings
-from pd.runtime.wire.messages import Fenced, Handle, Landed, Ready, Renewed, Ticket, Token, WriteDone, WriteJob
+from pd.runtime.wire.messages import Fenced, Landed, Ready, Renewed
+from pd.runtime.wire.plans import WriteDone, WriteJob
+from pd.runtime.wire.values import Handle, Ticket, Token
 from pd.transfer import handoff
 from pd.transfer.handoff import OUTBOX, Event, OutboxState
 

@@ -23,7 +23,7 @@ from pd.runtime.core.prompts import Prompts
 from pd.runtime.core.reads import Reads
 from pd.runtime.core.request import Request
 from pd.runtime.core.settings import BrainSettings
-from pd.runtime.wire.messages import Load, Role
+from pd.runtime.wire.values import Load, Role
 from pd.transfer.handoff import InboxState
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from pd.runtime.core.affinity import page_hashes
 from pd.runtime.core.member import Member, Standing
-from pd.runtime.wire.messages import Role
+from pd.runtime.wire.values import Role
 
 
 class Wish(NamedTuple):

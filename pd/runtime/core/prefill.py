@@ -17,16 +17,9 @@ from pd.runtime.core.prompts import Prompts
 from pd.runtime.core.request import Phase, Request, limit_of
 from pd.runtime.core.settings import BrainSettings
 from pd.runtime.core.step import Step
-from pd.runtime.wire.messages import (
-    Failed,
-    Fenced,
-    FirstToken,
-    Handle,
-    Prefill,
-    Stage,
-    Token,
-    WriteDone,
-)
+from pd.runtime.wire.messages import Failed, Fenced, FirstToken, Prefill
+from pd.runtime.wire.plans import WriteDone
+from pd.runtime.wire.values import Handle, Stage, Token
 from pd.transfer.handoff import Event, OutboxState
 
 _OVER = (OutboxState.STOPPING, OutboxState.ABANDONED, OutboxState.WITHDRAWN)

@@ -13,7 +13,7 @@ from pd.runtime.core.prefix import PrefixCache
 from pd.runtime.core.request import Phase, Request
 from pd.runtime.core.settings import BrainSettings
 from pd.runtime.core.step import Step, add_chunk, admit
-from pd.runtime.wire.messages import Handle
+from pd.runtime.wire.values import Handle
 
 
 class Planned(NamedTuple):

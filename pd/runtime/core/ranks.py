@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from pd.runtime.wire.messages import Severed, StepDone, WriteDone
+from pd.runtime.wire.plans import Severed, StepDone, WriteDone
 
 Answer = TypeVar("Answer", StepDone, WriteDone, Severed)
 

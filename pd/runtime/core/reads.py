@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from pd.runtime.core.events import Effect, Peer, Send
 from pd.runtime.core.inbox import Inbox, Inboxes
-from pd.runtime.wire.messages import Ready, Released, Renewed, WriteDone
+from pd.runtime.wire.messages import Ready, Released, Renewed
+from pd.runtime.wire.plans import WriteDone
 from pd.transfer.handoff import Event, InboxState
 
 TRUST = 0.9

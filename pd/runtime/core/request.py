@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from pd.runtime.core.pages import PageTable
-from pd.runtime.wire.messages import Finish, Handle, Sampling
+from pd.runtime.wire.values import Finish, Handle, Sampling
 
 
 class Phase(Enum):

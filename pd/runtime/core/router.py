@@ -38,17 +38,13 @@ from pd.runtime.wire.messages import (
     Cancelled,
     DrainInstance,
     Failed,
-    Finish,
     FirstToken,
-    Handle,
     Hello,
-    ModelCard,
     Refused,
     Reserved,
-    Role,
-    Stage,
     Tokens,
 )
+from pd.runtime.wire.values import Finish, Handle, ModelCard, Role, Stage
 
 
 class RouterBrain:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from pd.runtime.core.request import Phase, Request
-from pd.runtime.wire.messages import Chunk, SlotInit, StepKind, StepPlan, WriteJob
+from pd.runtime.wire.plans import Chunk, SlotInit, StepKind, StepPlan, WriteJob
 
 
 @dataclass(slots=True, eq=False)

@@ -7,16 +7,9 @@ from pd.runtime.core.lives import Lives, life_of
 from pd.runtime.core.parts import Parts
 from pd.runtime.core.ranks import Tally
 from pd.runtime.core.settings import BrainSettings
-from pd.runtime.wire.messages import (
-    AnyMessage,
-    Handle,
-    Hello,
-    PeerUnreachable,
-    Severed,
-    Stage,
-    StepDone,
-    WriteDone,
-)
+from pd.runtime.wire.messages import AnyMessage, Hello
+from pd.runtime.wire.plans import PeerUnreachable, Severed, StepDone, WriteDone
+from pd.runtime.wire.values import Handle, Stage
 
 
 class Work:

@@ -29,7 +29,8 @@ from pd.runtime.engine.sampler import Sampler
 from pd.runtime.engine.shards import parts, share_of
 from pd.runtime.engine.spec import ModelSpec, read_spec
 from pd.runtime.engine.weights import DTYPES, Checkpoint, Reader, open_checkpoint
-from pd.runtime.wire.messages import ModelCard, Role, StepPlan, Token
+from pd.runtime.wire.plans import StepPlan
+from pd.runtime.wire.values import ModelCard, Role, Token
 from pd.transfer.layout import KVLayout, page_nbytes, tp_shards
 from pd.transfer.staging import STAGING_NBYTES
 from pd.transfer.transport import Transport

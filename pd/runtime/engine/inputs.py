@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pd.runtime.engine.staging import upload
-from pd.runtime.wire.messages import Chunk, SlotInit
+from pd.runtime.wire.plans import Chunk, SlotInit
 
 # T tokens of the step, B chunks of one token, N sampled chunks, L pages of the longest table
 

@@ -13,7 +13,8 @@ from pd.runtime.engine.models.llama import Llama
 from pd.runtime.engine.operators import Operators
 from pd.runtime.engine.sampler import Readout, Sampler
 from pd.runtime.engine.staging import Download
-from pd.runtime.wire.messages import StepPlan, Token
+from pd.runtime.wire.plans import StepPlan
+from pd.runtime.wire.values import Token
 
 # T tokens of the step, N sampled chunks, I hidden, V vocabulary
 

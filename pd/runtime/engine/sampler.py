@@ -24,7 +24,8 @@ from torch import Tensor
 from pd.runtime.engine.draws import Draws, Filters, Penalties, torch_draws
 from pd.runtime.engine.history import History
 from pd.runtime.engine.staging import Download, upload
-from pd.runtime.wire.messages import Sampling, SlotInit, Token
+from pd.runtime.wire.plans import SlotInit
+from pd.runtime.wire.values import Sampling, Token
 
 # B rows of the step, R rows of them that are drawn at random, N rows under one treatment, V vocabulary, K
 # candidates

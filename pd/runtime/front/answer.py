@@ -14,7 +14,7 @@ from typing import NamedTuple
 from pd.runtime.core.events import Emit
 from pd.runtime.front.detokenize import Detokenizer
 from pd.runtime.front.stops import StopFinder
-from pd.runtime.wire.messages import Finish, Token
+from pd.runtime.wire.values import Finish, Token
 
 
 class TokenProb(NamedTuple):

@@ -18,7 +18,7 @@ from pd.runtime.front.shapes import ChatShape, CompletionShape, Head, Shape
 from pd.runtime.front.text import Text
 from pd.runtime.front.tokenizing import Tokenizing
 from pd.runtime.front.wanted import Conversation, Drawn, Wanted, plan_submits
-from pd.runtime.wire.messages import ModelCard, Role
+from pd.runtime.wire.values import ModelCard, Role
 
 _RETRY_S = 2.0  # an instance says Hello within a second of being ready
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from pd.runtime.core.events import Emit, End, Submit
-from pd.runtime.wire.messages import ModelCard, Role
+from pd.runtime.wire.values import ModelCard, Role
 
 
 class Stream(Protocol):

@@ -25,7 +25,7 @@ from pd.runtime.front.shapes import encode
 from pd.runtime.front.text import Text
 from pd.runtime.front.tokenizing import Tokenizing, parse_detokenize, parse_tokenize
 from pd.runtime.front.wanted import check_ids
-from pd.runtime.wire.messages import ModelCard
+from pd.runtime.wire.values import ModelCard
 
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 Route = Callable[[Exchange], Awaitable[None]]

@@ -24,7 +24,7 @@ from pd.runtime.front.checks import (
 )
 from pd.runtime.front.errors import RequestError
 from pd.runtime.front.wanted import MAX_CHOICES, Conversation, Prompts, Wanted
-from pd.runtime.wire.messages import Sampling
+from pd.runtime.wire.values import Sampling
 
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 1024

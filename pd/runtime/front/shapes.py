@@ -14,7 +14,7 @@ import msgspec
 from pd.runtime.core.events import Timings
 from pd.runtime.front.answer import Delta, TokenProb
 from pd.runtime.front.text import TokenText
-from pd.runtime.wire.messages import Token
+from pd.runtime.wire.values import Token
 
 DONE = b"data: [DONE]\n\n"
 

@@ -11,7 +11,7 @@ from pd.runtime.front.checks import decode
 from pd.runtime.front.errors import RequestError
 from pd.runtime.front.text import Text
 from pd.runtime.front.wanted import Conversation, Wanted
-from pd.runtime.wire.messages import Sampling
+from pd.runtime.wire.values import Sampling
 
 _SHORT = 512
 """Characters tokenized where they are: 0.35 ms of the loop's time, no more than a thread's hop costs under load."""

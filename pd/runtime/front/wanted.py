@@ -12,7 +12,7 @@ from pd.runtime.core.events import Submit
 from pd.runtime.front.checks import out_of_range, show
 from pd.runtime.front.errors import RequestError
 from pd.runtime.front.template import Message
-from pd.runtime.wire.messages import ModelCard, Sampling
+from pd.runtime.wire.values import ModelCard, Sampling
 
 MAX_CHOICES = 128
 """Answers of one HTTP request, over all its prompts; each is a request of its own to the instances."""

@@ -41,7 +41,9 @@ from pd.runtime.roles.process import StopSignals, new_epoch, reachable_host, set
 from pd.runtime.roles.ranks import Ranks, RanksLost, raise_if_failed
 from pd.runtime.wire.link import Hub, LinkError, Spoke
 from pd.runtime.wire.lock import Lock
-from pd.runtime.wire.messages import WIRE_VERSION, AnyMessage, Bye, Hello, Peers, Pong, RankFailed, RankReady, Role
+from pd.runtime.wire.messages import AnyMessage, Bye, Hello, Peers
+from pd.runtime.wire.plans import Pong, RankFailed, RankReady
+from pd.runtime.wire.values import WIRE_VERSION, Role
 from pd.runtime.wire.watch import Complaints
 
 log = logging.getLogger("pd.instance")

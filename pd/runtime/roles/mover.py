@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from pd.runtime.roles.packing import Packer, Part
-from pd.runtime.wire.messages import Attach, FromRank, PeerUnreachable, Sever, Severed, WriteDone, WriteJob
+from pd.runtime.wire.plans import Attach, FromRank, PeerUnreachable, Sever, Severed, WriteDone, WriteJob
 from pd.transfer.layout import KVLayout, Shard, check_can_meet, check_shards
 from pd.transfer.packed import End, Move, PackedWay, choose
 from pd.transfer.plan import Pair, Route, pair_up

@@ -32,7 +32,7 @@ from pd.runtime.roles.mover import Mover, rank_name
 from pd.runtime.roles.packing import Packer
 from pd.runtime.roles.process import die_with, reachable_host, setup_logging
 from pd.runtime.wire.link import Spoke
-from pd.runtime.wire.messages import (
+from pd.runtime.wire.plans import (
     Attach,
     FromRank,
     Group,

@@ -19,7 +19,8 @@ from pd.runtime.core.events import Peer
 from pd.runtime.core.pulse import SILENT_S, Pulse
 from pd.runtime.roles.process import StopSignals
 from pd.runtime.wire.link import Hub
-from pd.runtime.wire.messages import AnyMessage, Group, Ping, Quit, RankFailed, RankLoading, RankReady
+from pd.runtime.wire.messages import AnyMessage
+from pd.runtime.wire.plans import Group, Ping, Quit, RankFailed, RankLoading, RankReady
 from pd.transfer.layout import split
 
 log = logging.getLogger("pd.ranks")

@@ -44,7 +44,8 @@ from pd.runtime.observe import RouterMetrics, log_stamp
 from pd.runtime.roles.process import StopSignals, new_epoch, setup_logging
 from pd.runtime.wire.link import Hub, LinkError
 from pd.runtime.wire.lock import Lock
-from pd.runtime.wire.messages import Beat, Hello, ModelCard, Reserved, Role
+from pd.runtime.wire.messages import Beat, Hello, Reserved
+from pd.runtime.wire.values import ModelCard, Role
 from pd.runtime.wire.watch import Complaints
 
 log = logging.getLogger("pd.router")
