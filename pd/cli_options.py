@@ -145,7 +145,7 @@ class SharedOptions:
     max_attempts: Annotated[
         int,
         typer.Option(metavar="N", help="Tries of one request, when instances fail under it.", rich_help_panel=_STEPS),
-    ] = 3
+    ] = 5
     deadline: Annotated[
         float,
         typer.Option(metavar="SECONDS", help="For a whole answer; then it fails.", rich_help_panel=_STEPS),

@@ -134,7 +134,8 @@ class RouterConfig:
     """How long one may wait there before 503."""
     request_s: float = 600.0
     """A whole answer."""
-    max_attempts: int = 3
+    max_attempts: int = 5
+    """Two faults at once may take a request twice; what fails five times is likely to be its own fault."""
     reserve: str = "early"
     """early: decode takes pages before prefill begins, and KV comes while it computes. late: when prefill is done, so
     that no page of decode waits for prefill's queue."""
