@@ -17,6 +17,8 @@ from pathlib import Path
 
 import aiohttp
 
+from pd.runtime.roles.process import die_with
+
 _AGAIN_S = 0.5
 _END_S = 8.0
 _ANSWER_S = 5.0
@@ -166,10 +168,16 @@ class Cluster:
         self.members.append(Member(name, role, [*command, f"--router={router}", *options], wire))
 
     async def _keep(self, member: Member) -> None:
+        parent = os.getpid()
         while True:
             with open(self.logs / f"{member.name}.log", "ab") as log:
                 member.process = subprocess.Popen(
-                    member.command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                    member.command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                    preexec_fn=lambda: die_with(parent),
                 )
             member.num_lives += 1
             while member.process.poll() is None:
