@@ -1,4 +1,4 @@
-"""Before any test module is read: whether kernels are interpreted is decided when triton is first imported."""
+"""Options of the whole suite; and triton, imported first of all: that decides whether kernels are interpreted."""
 
 from __future__ import annotations
 
@@ -7,7 +7,13 @@ import importlib.util
 import os
 from pathlib import Path
 
+import pytest
+
 _GPU_NODES = ("/dev/nvidiactl", "/dev/kfd")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--wide", action="store_true", help="kernels: many more shapes, and compile many more launches")
 
 
 def _interpret() -> None:

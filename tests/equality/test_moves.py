@@ -52,10 +52,11 @@ def test_kv_of_another_dtype_is_converted_alike_whoever_moves_it(cases: dict[str
     for router, mover in (((), "prefill"), (PULL, "decode")):
         logs = tmp_path / mover
         with apart(case.model, logs, router=router, prefill=prefill, decode=decode, common=COMMON) as cluster:
-            answers.append(cluster.generate_all(case.prompts, NUM_TOKENS))
+            # One after the other: in bfloat16 it matters how a prompt is cut, and so who else is there.
+            answers.append([cluster.generate(prompt, NUM_TOKENS) for prompt in case.prompts[:12]])
             assert "KV is packed: " in (logs / f"{mover}.log").read_text()
     assert answers[0] == answers[1]
-    num_alike = sum(got[0] == due[0] for got, due in zip(answers[0], case.answers, strict=True))
+    num_alike = sum(got[0] == due[0] for got, due in zip(answers[0], case.answers[:12], strict=True))
     assert num_alike > len(answers[0]) / 2, "and most begin as float32 alone does"
 
 
