@@ -151,7 +151,7 @@ def main() -> int:
 def vllm(python: str, checkpoint: Path, dtype: str) -> dict[str, float]:
     """The same three figures of vLLM, in its own process and environment (benchmarks/README.md)."""
     script = Path(__file__).with_name("engine_vllm.py")
-    command = [python, str(script), str(checkpoint), dtype, str(PROMPT), str(CONTEXT), str(STEPS), str(ROUNDS)]
+    command = [python, "-P", str(script), str(checkpoint), dtype, str(PROMPT), str(CONTEXT), str(STEPS), str(ROUNDS)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
 
