@@ -103,7 +103,7 @@ class Bench:
 @pytest.mark.parametrize("seed", range(12))
 def test_ragged_step_equals_dense_attention(seed: int, use_native: bool, spec: ModelSpec) -> None:
     if use_native and not has_native(torch.empty(0)):
-        pytest.skip("the C++ ops are not built here")
+        pytest.skip("the C++ ops are not built here: python -m pd.runtime.engine.cpu_ops build")
     tp = [1, 2, 4, 8][seed % 4]
     window = [None, 1, 7, 40][seed // 3]
     bench = Bench(spec, share_of(spec, tp, seed % tp), seed=seed, window=window)

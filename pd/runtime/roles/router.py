@@ -258,7 +258,9 @@ async def _serve(config: RouterConfig, hub: Hub, listener: socket.socket, *, tex
     )
     app = make_app(router, text, settings=settings, metrics_text=lambda: generate_latest(registry), registry=registry)
     server = _Server(
-        uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_keep_alive=_KEEP_ALIVE_S)
+        uvicorn.Config(
+            app, log_config=None, access_log=False, lifespan="off", ws="none", timeout_keep_alive=_KEEP_ALIVE_S
+        )
     )
     tasks = [asyncio.create_task(router.run()), asyncio.create_task(server.serve([listener]))]
     host, port = listener.getsockname()[:2]
