@@ -140,7 +140,8 @@ def main() -> int:
         for name, call in calls.items():
             took[name] = min(took.get(name, float("inf")), call())
     if asked.vllm:
-        took |= {f"vLLM {key}": seconds for key, seconds in vllm(asked.vllm, checkpoint, asked.dtype).items()}
+        theirs = vllm(asked.vllm, checkpoint, asked.dtype, asked.rounds)
+        took |= {f"vLLM {key}": seconds for key, seconds in theirs.items()}
     embedding = model.get_input_embeddings().weight.numel()
     decode_floor = weights * dtype.itemsize * took["read"]
     floors = {"1": decode_floor, "16": decode_floor, "prefill": (weights - embedding) * PROMPT * took["gemm"]}
@@ -148,12 +149,13 @@ def main() -> int:
     return 0
 
 
-def vllm(python: str, checkpoint: Path, dtype: str) -> dict[str, float]:
+def vllm(python: str, checkpoint: Path, dtype: str, rounds: int) -> dict[str, float]:
     """The same three figures of vLLM, in its own process and environment (benchmarks/README.md)."""
     script = Path(__file__).with_name("engine_vllm.py")
-    command = [python, "-P", str(script), str(checkpoint), dtype, str(PROMPT), str(CONTEXT), str(STEPS), str(ROUNDS)]
+    command = [python, "-P", str(script), str(checkpoint), dtype, str(PROMPT), str(CONTEXT), str(STEPS), str(rounds)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+    answer = next(line for line in done.stdout.splitlines() if line.startswith("{"))  # its log may go on after it
+    return json.loads(answer)  # type: ignore[no-any-return]
 
 
 def say(took: dict[str, float], floors: dict[str, float], title: str) -> None:

@@ -150,12 +150,14 @@ def _nbytes(layout: KVLayout, shard: Shard) -> int:
 
 def main() -> None:
     """The child: destination ranks and the drain, until it is killed or its parent is gone."""
+    voice = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what a library prints goes to the terminal, not among our answers
     order = msgspec.json.decode(sys.stdin.buffer.readline(), type=Order)
     ranks = [start_rank(order.backend, f"dst{i}", nbytes, order.params) for i, nbytes in enumerate(order.pools)]
     with serve_limit(order.backend, order.limit, order.params) as limit:
         answer = Answer([rank.endpoint() for rank in ranks], limit)
-        sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")
-        sys.stdout.flush()
+        voice.write(msgspec.json.encode(answer) + b"\n")
+        voice.flush()
         sys.stdin.buffer.read()
     for rank in ranks:
         rank.close()
