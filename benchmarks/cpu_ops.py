@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pd.runtime.engine import cpu_ops, noise
-from pd.runtime.engine.cpu_ops import Heads
+from pd.runtime.engine import cpu_attention, cpu_ops, noise
+from pd.runtime.engine.cpu_attention import Heads
 
 COLD_BYTES = 96 << 20
 """Rotated through: three times a 32 MB last-level cache."""
@@ -146,11 +146,36 @@ def bench_decode(floors: Floors, dtype: torch.dtype) -> None:
 
             times = best_seconds(
                 {
-                    "ours": lambda i: call(cpu_ops.paged_decode, i),
-                    "gather + SDPA": lambda i: call(cpu_ops.paged_decode_reference, i),
+                    "ours": lambda i: call(cpu_attention.paged_decode, i),
+                    "gather + SDPA": lambda i: call(cpu_attention.paged_decode_reference, i),
                 }
             )
             row(f"  {heads}/{kv_heads}, {batch} x {context}", times, floors.seconds(batch * pages_each * page_bytes))
+
+
+def bench_prefill(floors: Floors, dtype: torch.dtype) -> None:
+    say(f"\npaged prefill of a whole prompt, {dtype}, 9/3 heads of 64, page 16")
+    heads = Heads(torch.arange(9, dtype=torch.int32) // 3, 0.125)
+    for length in (128, 512, 2048):
+        pool = torch.randn(length // 16, 3, 1, 2, 16, 64).to(dtype)
+        pools = (pool[:, :, 0, 0], pool[:, :, 0, 1])
+        table = torch.randperm(length // 16).to(torch.int32)[None]
+        chunks = torch.tensor([0, length], dtype=torch.int32), torch.tensor([length], dtype=torch.int32), table
+        q = torch.randn(length, 9, 64).to(dtype)
+
+        def gathered(pools: tuple[Tensor, Tensor], table: Tensor, q: Tensor) -> Tensor:
+            keys, values = (part[table[0].long()].transpose(0, 1).flatten(1, 2)[None] for part in pools)
+            return F.scaled_dot_product_attention(
+                q.transpose(0, 1)[None], keys, values, is_causal=True, enable_gqa=True
+            )
+
+        times = best_seconds(
+            {
+                "ours": lambda _, a=(q, pools, chunks): cpu_attention.paged_prefill(*a, heads=heads),  # type: ignore[misc]
+                "gather + SDPA": lambda _, a=(pools, table, q): gathered(*a),  # type: ignore[misc]
+            }
+        )
+        row(f"  {length} tokens", times, floors.seconds(0, 2 * 9 * 64 * length * (length + 1)))
 
 
 def bench_small(floors: Floors, dtype: torch.dtype) -> None:
@@ -224,6 +249,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             bench_linear(floors, dtype)
         if args.only in (None, "decode"):
             bench_decode(floors, dtype)
+        bench_prefill(floors, dtype)
         if args.only in (None, "small"):
             bench_small(floors, dtype)
     if args.only in (None, "choice"):

@@ -10,6 +10,7 @@
 #include <tuple>
 #include <vector>
 
+#include "contexts.h"
 #include "ops.h"
 #include "shm_group.h"
 #include "tensors.h"
@@ -21,8 +22,6 @@ void parallel_for(int64_t size, int64_t grain, Body body, const void* context) {
 }
 
 namespace {
-
-constexpr int64_t PART = 512;  // tokens of one part of a context: fixed, so that no result depends on threads or batch
 
 bool runs(const std::string& name) {
   __builtin_cpu_init();
@@ -101,92 +100,47 @@ Tensor linear(const Tensor& x, const Tensor& panels, int64_t outputs, const std:
 
 // ---- attention ------------------------------------------------------------------------------------------------------
 
-struct Parts {
-  std::vector<int32_t> row;
-  std::vector<int64_t> start, stop, of_row;
-};
-
-Parts cut(const int32_t* lengths, int64_t rows, int64_t window) {
-  Parts parts;
-  parts.of_row.push_back(0);
-  for (int64_t b = 0; b < rows; ++b) {
-    int64_t start = window > 0 && lengths[b] > window ? lengths[b] - window : 0;
-    while (start < lengths[b]) {
-      const int64_t stop = std::min<int64_t>(lengths[b], (start / PART + 1) * PART);
-      parts.row.push_back(static_cast<int32_t>(b));
-      parts.start.push_back(start);
-      parts.stop.push_back(stop);
-      start = stop;
-    }
-    parts.of_row.push_back(static_cast<int64_t>(parts.row.size()));
-  }
-  return parts;
-}
-
-struct Groups {
-  std::vector<int32_t> heads, start;
-};
-
-Groups group(const int32_t* kv_head_of, int64_t heads, int64_t kv_heads) {
-  Groups groups;
-  for (int64_t h = 0; h < heads; ++h)
-    TORCH_CHECK(kv_head_of[h] >= 0 && kv_head_of[h] < kv_heads, "query head ", h, " reads kv head ", kv_head_of[h],
-                " of ", kv_heads);
-  for (int64_t kv = 0; kv <= kv_heads; ++kv) {
-    groups.start.push_back(static_cast<int32_t>(groups.heads.size()));
-    for (int64_t h = 0; h < heads; ++h)
-      if (kv_head_of[h] == kv) groups.heads.push_back(static_cast<int32_t>(h));
-  }
-  return groups;
-}
-
-void check_context(const Tensor& table, const Tensor& lengths, int64_t rows, const Tensor& pool) {
-  check_dense(lengths, at::kInt, "lengths");
-  TORCH_CHECK(table.device().is_cpu() && table.scalar_type() == at::kInt && table.dim() == 2 &&
-                  (table.size(1) <= 1 || table.stride(1) == 1),
-              "table must be int32 rows on the CPU");
-  TORCH_CHECK(table.size(0) >= rows && lengths.size(0) == rows, "table ", table.sizes(), " and lengths ",
-              lengths.sizes(), " for ", rows, " requests");
-  const int64_t num_pages = pool.size(0), page_size = pool.size(2);
-  const int32_t* length = lengths.const_data_ptr<int32_t>();
-  for (int64_t b = 0; b < rows; ++b) {
-    const int64_t used = (length[b] + page_size - 1) / page_size;
-    TORCH_CHECK(length[b] >= 0 && used <= table.size(1), "request ", b, " of ", length[b], " tokens needs ", used,
-                " pages, its table has ", table.size(1));
-    const int32_t* pages = table.const_data_ptr<int32_t>() + b * table.stride(0);
-    for (int64_t i = 0; i < used; ++i)
-      TORCH_CHECK(pages[i] >= 0 && pages[i] < num_pages, "request ", b, " names page ", pages[i], " of ", num_pages);
-  }
-}
-
 Tensor paged_decode(const Tensor& q, const std::tuple<Tensor, Tensor>& pools, const std::tuple<Tensor, Tensor>& context,
                     const Tensor& kv_head_of, double scale, int64_t window) {
-  const auto& [k, v] = pools;
   const auto& [table, lengths] = context;
   const bool half = is_bf16(q, "q");
-  check_rows(q, "q");
-  check_rows(k, "k pool");
-  check_rows(v, "v pool");
-  check_like(k, q, "k pool");
-  check_like(v, q, "v pool");
-  check_dense(kv_head_of, at::kInt, "kv_head_of_query");
-  TORCH_CHECK(q.dim() == 3 && k.dim() == 4 && k.sizes() == v.sizes() && k.size(3) == q.size(2) &&
-                  q.size(2) <= MAX_HEAD_SIZE && kv_head_of.numel() == q.size(1),
-              "q ", q.sizes(), ", k ", k.sizes(), ", v ", v.sizes(), ", heads ", kv_head_of.sizes(), " do not fit");
-  const int64_t rows = q.size(0), heads = q.size(1), kv_heads = k.size(1), size = q.size(2);
-  check_context(table, lengths, rows, k);
+  const Paged pool = check_attention(q, pools, kv_head_of);
+  const int64_t rows = q.size(0), heads = q.size(1), kv_heads = std::get<0>(pools).size(1), size = q.size(2);
+  check_context(table, lengths, rows, std::get<0>(pools));
   const Parts parts = cut(lengths.const_data_ptr<int32_t>(), rows, window);
   const Groups groups = group(kv_head_of.const_data_ptr<int32_t>(), heads, kv_heads);
   const int64_t num_parts = static_cast<int64_t>(parts.row.size()), partial_size = chosen->partial_size(size);
   Tensor out = at::empty(q.sizes(), q.options());
   const Attention job = {
-      q.const_data_ptr(), q.stride(0), q.stride(1), k.const_data_ptr(), v.const_data_ptr(), k.stride(0), k.stride(1),
-      k.stride(2), v.stride(0), v.stride(1), v.stride(2), table.const_data_ptr<int32_t>(), table.stride(0),
+      q.const_data_ptr(), q.stride(0), q.stride(1), pool, table.const_data_ptr<int32_t>(), table.stride(0),
       parts.row.data(), parts.start.data(), parts.stop.data(), num_parts, groups.heads.data(), groups.start.data(),
-      kv_heads, heads, size, k.size(2), static_cast<float>(scale),
+      kv_heads, heads, size, static_cast<float>(scale),
       static_cast<float*>(scratch(num_parts * heads * partial_size * 4)), partial_size, out.mutable_data_ptr(),
       parts.of_row.data(), rows};
   if (rows > 0) (half ? chosen->attend_bf16 : chosen->attend_f32)(job);
+  return out;
+}
+
+Tensor paged_prefill(const Tensor& q, const std::tuple<Tensor, Tensor>& pools,
+                     const std::tuple<Tensor, Tensor, Tensor>& chunks, const Tensor& kv_head_of, double scale,
+                     int64_t window) {
+  const auto& [first_row, lengths, table] = chunks;
+  const bool half = is_bf16(q, "q");
+  const Paged pool = check_attention(q, pools, kv_head_of);
+  const int64_t heads = q.size(1), kv_heads = std::get<0>(pools).size(1);
+  check_dense(first_row, at::kInt, "first_row");
+  TORCH_CHECK(first_row.numel() == lengths.numel() + 1, first_row.numel(), " first rows of ", lengths.numel(), " chunks");
+  check_context(table, lengths, lengths.numel(), std::get<0>(pools));
+  const Tiles tiles =
+      tile(first_row.const_data_ptr<int32_t>(), lengths.const_data_ptr<int32_t>(), lengths.numel(), q.size(0));
+  const Groups groups = group(kv_head_of.const_data_ptr<int32_t>(), heads, kv_heads);
+  Tensor out = at::empty(q.sizes(), q.options());
+  const Chunks job = {q.const_data_ptr(), q.stride(0), q.stride(1), pool, table.const_data_ptr<int32_t>(),
+                      table.stride(0), tiles.chunk.data(), tiles.row.data(), tiles.stop.data(),
+                      static_cast<int64_t>(tiles.row.size()), tiles.ahead.data(), groups.heads.data(),
+                      groups.start.data(), kv_heads, heads, q.size(2), window, static_cast<float>(scale),
+                      out.mutable_data_ptr()};
+  if (job.num_tiles > 0) (half ? chosen->attend_many_bf16 : chosen->attend_many_f32)(job);
   return out;
 }
 
@@ -339,6 +293,7 @@ PYBIND11_MODULE(_cpu_ops, m) {
   m.def("pack", &pd::pack, release());
   m.def("linear", &pd::linear, release());
   m.def("paged_decode", &pd::paged_decode, release());
+  m.def("paged_prefill", &pd::paged_prefill, release());
   m.def("rms_norm", &pd::rms_norm, release());
   m.def("silu_mul", &pd::silu_mul, release());
   m.def("rope_and_write", &pd::rope_and_write, release());

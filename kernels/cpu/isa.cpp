@@ -2,6 +2,7 @@
 #include <math.h>
 
 #include "attend.h"
+#include "attend_many.h"
 #include "linear.h"
 #include "choose.h"
 #include "layer.h"
@@ -29,6 +30,8 @@ const Table& PD_TABLE() {
       attend<bf16>,
       attend<float>,
       partial_size,
+      attend_many<bf16>,
+      attend_many<float>,
       norm<bf16>,
       norm<float>,
       silu<bf16>,

@@ -7,6 +7,8 @@ namespace pd {
 
 constexpr int PANEL = 16;            // outputs of a linear that stand side by side
 constexpr int MAX_HEAD_SIZE = 512;  // of attention: what its stack holds
+constexpr int64_t PART = 512;       // tokens of one part of a context
+constexpr int64_t TILE_ROWS = 16;   // of a chunk, attended together
 
 // Calls body(context, begin, end) over pieces of [0, size), on several threads where that pays; returns when all ended.
 using Body = void (*)(const void* context, int64_t begin, int64_t end);
@@ -22,12 +24,16 @@ struct Linear {
   void* scratch;  // linear_scratch bytes, aligned to 64
 };
 
+struct Paged {
+  const void* k;  // [page][head][token][e]
+  const void* v;
+  int64_t k_page, k_head, k_token, v_page, v_head, v_token, page_size;
+};
+
 struct Attention {
   const void* q;  // [b][head][e]
   int64_t q_row, q_head;
-  const void* k;  // [page][head][token][e]
-  const void* v;
-  int64_t k_page, k_head, k_token, v_page, v_head, v_token;
+  Paged pool;
   const int32_t* table;  // [b][...]
   int64_t table_row;
   const int32_t* part_row;    // of each part: its request,
@@ -36,13 +42,31 @@ struct Attention {
   int64_t num_parts;
   const int32_t* group_heads;  // query heads sorted by their kv head
   const int32_t* group_start;  // [kv heads + 1]: where each kv head's begin
-  int64_t kv_heads, heads, head_size, page_size;
+  int64_t kv_heads, heads, head_size;
   float scale;
   float* partial;            // [part][head][partial_size]: largest score, sum, weighted values; aligned to 64
   int64_t partial_size;      // floats
   void* out;                 // [b][head][e], contiguous
   const int64_t* row_parts;  // [b + 1]: each request's parts
   int64_t rows;
+};
+
+struct Chunks {
+  const void* q;  // [row][head][e], the chunks' rows one after the other
+  int64_t q_row, q_head;
+  Paged pool;
+  const int32_t* table;  // [chunk][...]
+  int64_t table_row;
+  const int32_t* tile_chunk;  // of each tile: whose rows they are,
+  const int64_t* tile_row;    // the first of up to tile_rows,
+  const int64_t* tile_stop;   // and the one after the last
+  int64_t num_tiles;
+  const int64_t* ahead;        // of each chunk: its row's position is row + ahead
+  const int32_t* group_heads;  // as above
+  const int32_t* group_start;
+  int64_t kv_heads, heads, head_size, window;  // window 0: all
+  float scale;
+  void* out;  // [row][head][e], contiguous
 };
 
 struct Norm {
@@ -95,6 +119,8 @@ struct Table {
   void (*attend_bf16)(const Attention&);
   void (*attend_f32)(const Attention&);
   int64_t (*partial_size)(int64_t head_size);
+  void (*attend_many_bf16)(const Chunks&);
+  void (*attend_many_f32)(const Chunks&);
   void (*norm_bf16)(const Norm&);
   void (*norm_f32)(const Norm&);
   void (*silu_bf16)(const Silu&);

@@ -53,9 +53,7 @@ def convert(source: Path, folder: Path, *, progress: Progress) -> None:
     fields = _Fields(reader)
     kind = fields.text("general.architecture"), fields.text("tokenizer.ggml.pre")
     if kind != ("llama", "smollm"):
-        raise ConfigError(
-            f"{source} holds a {kind[0]} with tokenizer {kind[1]}; only a llama with smollm is converted"
-        )
+        raise ConfigError(f"{source} holds a {kind[0]} with tokenizer {kind[1]}; only a llama with smollm is converted")
     tensors = {_hub_name(tensor.name): tensor for tensor in reader.tensors}
     tied = "lm_head.weight" not in tensors
     _write_json(folder / "config.json", _config(fields, tied=tied))

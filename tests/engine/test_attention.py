@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from pd.runtime.engine.attention import Attention, has_native
+from pd.runtime.engine.attention import Attention
+from pd.runtime.engine.cpu_attention import NativeAttention
+from pd.runtime.engine.cpu_build import native_for
 from pd.runtime.engine.inputs import Slots, StepInputs
 from pd.runtime.engine.kv_pool import make_pool
 from pd.runtime.engine.shards import RankShare, share_of
@@ -95,14 +97,16 @@ class Bench:
 
     def actual(self, *, use_native: bool) -> Tensor:
         max_context = -(-MAX_LEN // self.page_size) * self.page_size
-        attention = Attention(self.spec, self.share, max_context=max_context, like=self.q_THE, use_native=use_native)
+        if use_native:
+            return NativeAttention(self.spec, self.share)(self.q_THE, self.pools, self.inputs(), window=self.window)
+        attention = Attention(self.spec, self.share, max_context=max_context, like=self.q_THE)
         return attention(self.q_THE, self.pools, self.inputs(), window=self.window)
 
 
 @pytest.mark.parametrize("use_native", [False, True])
 @pytest.mark.parametrize("seed", range(12))
 def test_ragged_step_equals_dense_attention(seed: int, use_native: bool, spec: ModelSpec) -> None:
-    if use_native and not has_native(torch.empty(0)):
+    if use_native and native_for(torch.empty(0)) is None:
         pytest.skip("the C++ ops are not built here: python -m pd.runtime.engine.cpu_ops build")
     tp = [1, 2, 4, 8][seed % 4]
     window = [None, 1, 7, 40][seed // 3]

@@ -9,7 +9,9 @@ import itertools
 from pathlib import Path
 
 import pytest
+import torch
 
+from pd.runtime.engine.cpu_build import has_bf16_gemm, native_for
 from tests.equality.cluster import Cluster, apart, together
 from tests.equality.conftest import COMMON, NUM_TOKENS, Case
 from tests.transfer.kit import why_absent
@@ -63,6 +65,22 @@ def test_colocated_answers_as_transformers_and_samples_as_apart(
     with apart(case.model, tmp_path / "apart", common=COMMON, prefill=("--tp", "2")) as cluster:
         assert cluster.generate_all(case.prompts, NUM_TOKENS, **SAMPLED) == sampled
         assert [cluster.generate(p, NUM_TOKENS, **SAMPLED) for p in case.prompts[:6]] == sampled[:6]
+
+
+@pytest.mark.skipif(
+    native_for(torch.empty(0)) is None or has_bf16_gemm(),
+    reason="needs the C++ operators, and a CPU where they compute all of bfloat16 (no AVX512-BF16)",
+)
+def test_in_bfloat16_too_answers_are_the_same_together_and_apart(cases: dict[str, Case], tmp_path: Path) -> None:
+    """Bit for bit: other chunks, other batches, prefix caches, and another instance decodes."""
+    case, narrow = cases["qwen3"], ("--dtype", "bfloat16")
+    with together(case.model, tmp_path / "together", common=(*COMMON, *narrow)) as cluster:
+        answers = cluster.generate_all(case.prompts, NUM_TOKENS)
+    assert answers != case.answers, "bfloat16 is not float32"
+    wide = (*narrow, "--max-prefill-tokens", "1000")
+    with apart(case.model, tmp_path / "apart", common=COMMON, prefill=wide, decode=narrow) as cluster:
+        assert cluster.generate_all(case.prompts, NUM_TOKENS) == answers
+        assert [cluster.generate(prompt, NUM_TOKENS) for prompt in case.prompts[:12]] == answers[:12]
 
 
 def _answers_as_transformers(case: Case, folder: Path, pair: tuple[int, int], backend: str) -> None:

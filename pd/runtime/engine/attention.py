@@ -1,4 +1,4 @@
-"""Attends each token of a step to its request's pages: chunks of one token together, longer chunks one by one.
+"""Attends each token of a step to its request's pages in plain PyTorch, a request at a time.
 
 Rules
 1. The new tokens' K and V are in the pool already.
@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pd.runtime.engine import cpu_build, cpu_ops
 from pd.runtime.engine.inputs import Extend, StepInputs
 from pd.runtime.engine.shards import RankShare
 from pd.runtime.engine.spec import ModelSpec
@@ -30,12 +29,6 @@ QUERY_ROWS = 256
 20 %, 64 loses 30 % on the long context. One piece of the whole chunk would waste half its square."""
 
 
-def has_native(like: Tensor) -> bool:
-    """Whether the C++ decode op takes pools of this dtype and device."""
-    is_ours = like.device.type == "cpu" and like.dtype in (torch.float32, torch.bfloat16)
-    return is_ours and cpu_build.load().module is not None
-
-
 class Attend(Protocol):
     """One rank's attention over its pool."""
 
@@ -46,32 +39,18 @@ class Attend(Protocol):
 
 
 class Attention:
-    """In PyTorch, or C++; owns the scratch."""
+    """Owns the scratch."""
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        share: RankShare,
-        *,
-        max_context: int,
-        like: Tensor,
-        use_native: bool,
-    ) -> None:
+    note = "PyTorch, a request at a time"
+
+    def __init__(self, spec: ModelSpec, share: RankShare, *, max_context: int, like: Tensor) -> None:
         """`max_context`: tokens of the longest request, rounded up to whole pages. `like`: of the pool's dtype and
-        device. `use_native`: as `has_native` says, or False for plain PyTorch.
+        device.
         """
         self._scale = spec.head_dim**-0.5
-        kv_head_of_query_H = torch.tensor(share.kv_head_of_query, dtype=torch.int32, device=like.device)
-        self._heads = {window: cpu_ops.Heads(kv_head_of_query_H, self._scale, window) for window in spec.windows}
         self._padding = _Padding(share.kv_head_of_query, like.device)
         shape = (len(share.kv_heads), max_context, spec.head_dim)
         self._keys, self._values = (like.new_empty(shape) for _ in range(2))
-        self._use_native = use_native
-
-    @property
-    def note(self) -> str:
-        """For the start-up line."""
-        return "C++ paged decode" if self._use_native else "PyTorch, a request at a time"
 
     def __call__(
         self, q_THE: Tensor, pools: tuple[Tensor, Tensor], inputs: StepInputs, *, window: int | None
@@ -92,9 +71,6 @@ class Attention:
     def _singles(
         self, q_BHE: Tensor, pools: tuple[Tensor, Tensor], inputs: StepInputs, *, window: int | None
     ) -> Tensor:
-        if self._use_native:
-            table_BL, lengths_B = inputs.table_BL, inputs.lengths_B
-            return cpu_ops.paged_decode(q_BHE, pools, table_BL=table_BL, lengths_B=lengths_B, heads=self._heads[window])
         grouped_BKGE = self._padding.group(q_BHE)
         out_BKGE = torch.empty_like(grouped_BKGE)
         table_BL = inputs.table_BL.to(torch.int64)

@@ -26,6 +26,7 @@ from torch import Tensor
 
 SOURCES = Path(__file__).parents[3] / "kernels" / "cpu"
 MODULE = "_cpu_ops"
+_DTYPES = (torch.bfloat16, torch.float32)
 COMMON = ("-std=c++20", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-ffp-contract=off")
 _AVX512 = ("-mavx2", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
 # GCC 12 warns of its own AVX-512 headers (its bug 105593).
@@ -81,6 +82,16 @@ class NativeOps(Protocol):
         window: int,
         /,
     ) -> Tensor: ...
+    def paged_prefill(
+        self,
+        q_THE: Tensor,
+        pools: tuple[Tensor, Tensor],
+        chunks: tuple[Tensor, Tensor, Tensor],
+        kv_head_of_query_H: Tensor,
+        scale: float,
+        window: int,
+        /,
+    ) -> Tensor: ...
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, /) -> Tensor: ...
     def silu_mul(self, gate_up: Tensor, /) -> Tensor: ...
     def rope_and_write(
@@ -123,6 +134,12 @@ def load() -> Native:
         return Native(None, "plain PyTorch (no C++ ops: this CPU has no AVX2)")
     native.use(names[0])
     return Native(native, f"C++ ops ({names[0]})")
+
+
+def native_for(x: Tensor) -> NativeOps | None:
+    """The C++ ops if they were built and take such a tensor. 0.3 µs; asking for `device.type` alone costs 1."""
+    native = load().module
+    return native if native is not None and x.is_cpu and x.dtype in _DTYPES else None
 
 
 @functools.cache

@@ -5,8 +5,8 @@ Rules
 1. Every op has its plain PyTorch form beside it, `*_reference`: the meaning, the fallback and what the
    tests compare with. It runs on any device; the C++ only on CPU tensors. No gradients.
 2. `describe()` says which of the two a process uses; it is chosen once, when the first op is called.
-3. C++ results do not depend on the number of threads. `linear` and `paged_decode` give a row the same bits
-   in any batch.
+3. C++ results do not depend on the number of threads. `linear` gives a row the same bits in any batch, and
+   attention (cpu_attention.py) a token in any batch and chunk.
 4. bfloat16 is widened to float32, accumulated there, and rounded to nearest even once on the way out, but
    where a docstring names a rounding in between (there to follow transformers' bf16 modules).
 
@@ -24,9 +24,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pd.runtime.engine import cpu_build, noise
+from pd.runtime.engine.cpu_build import native_for
 
-# M rows, N outputs, I inputs of a linear; B requests, T tokens, H query heads, K kv heads, E head size, D =
-# E/2 P pages, S tokens a page, L pages of a request's table, V vocabulary, R rows drawn at random
+# M rows, N outputs, I inputs of a linear; B requests, T tokens, H query heads, K kv heads, E head size, D = E/2,
+# P pages, S tokens a page, V vocabulary, R rows drawn at random
 
 FEW_ROWS = 32
 """With avx512_bf16: up to here a linear waits for its weights, beyond it oneDNN's blocking, or AMX, pays."""
@@ -34,7 +35,6 @@ WIDEN_FROM_ROWS = 4
 """Without C++ and without avx512_bf16: from here on widening the weight and a float32 GEMM beat torch's
 bf16 linear (0.44 against 0.81 ms at 4 rows of 576 -> 1536, 16 against 118 ms at 512 rows, one Zen 3
 core)."""
-_DTYPES = (torch.bfloat16, torch.float32)
 WIDEN_OUTPUTS = 1024
 """Outputs widened at a time: the scratch stays in cache and out of mmap's reach."""
 
@@ -65,7 +65,7 @@ def pack(weight_NI: Tensor) -> Packed:
     With C++ and avx512_bf16 it is two: one for few rows, one in oneDNN's order for many.
     """
     num_outputs, num_inputs = weight_NI.shape
-    native = _native_for(weight_NI)
+    native = native_for(weight_NI)
     onednn = None
     if weight_NI.is_cpu and weight_NI.dtype == torch.bfloat16 and cpu_build.has_bf16_gemm():
         onednn = torch.ops.mkldnn._reorder_linear_weight(weight_NI.to_mkldnn())
@@ -111,55 +111,6 @@ def _widened_linear(x_MI: Tensor, weight_NI: Tensor, bias_N: Tensor | None) -> T
     return out_MN
 
 
-# ---- attention -------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Heads:
-    """What attention in one layer knows before any request comes."""
-
-    kv_head_of_query_H: Tensor  # int32: the pool's head that each query head reads; any map
-    scale: float
-    window: int | None = None  # how many of the last tokens are seen; None: all
-
-
-def paged_decode(
-    q_BHE: Tensor, pools: tuple[Tensor, Tensor], *, table_BL: Tensor, lengths_B: Tensor, heads: Heads
-) -> Tensor:
-    """Attend one new token a request to its whole context. Returns out_BHE of q's dtype.
-
-    pools: k_PKSE and v_PKSE, views of one layer of the pool, any strides but unit in E; the new token's K and V
-    are already there. q and the pools share a dtype. table_BL: int32, of each row the first
-    ceil(length / page size) are read. lengths_B: int32, of the context, new token included; a row of length 0
-    answers zeros.
-    """
-    native = _native_for(q_BHE)
-    if native is None:
-        return paged_decode_reference(q_BHE, pools, table_BL=table_BL, lengths_B=lengths_B, heads=heads)
-    return native.paged_decode(
-        q_BHE, pools, (table_BL, lengths_B), heads.kv_head_of_query_H, heads.scale, heads.window or 0
-    )
-
-
-def paged_decode_reference(
-    q_BHE: Tensor, pools: tuple[Tensor, Tensor], *, table_BL: Tensor, lengths_B: Tensor, heads: Heads
-) -> Tensor:
-    page_size = pools[0].shape[2]
-    kv_heads_H = heads.kv_head_of_query_H.long()
-    out_BHE = torch.zeros_like(q_BHE, memory_format=torch.contiguous_format)
-    for b, length in enumerate(lengths_B.tolist()):
-        if length == 0:
-            continue
-        start = 0 if heads.window is None else max(0, length - heads.window)
-        pages_L = table_BL[b, start // page_size : (length + page_size - 1) // page_size].long()
-        seen = slice(start % page_size, start % page_size + length - start)
-        keys_HCE, values_HCE = (pool[pages_L].transpose(0, 1).flatten(1, 2)[kv_heads_H, seen] for pool in pools)
-        out_BHE[b] = F.scaled_dot_product_attention(q_BHE[b, :, None], keys_HCE, values_HCE, scale=heads.scale).squeeze(
-            1
-        )
-    return out_BHE
-
-
 # ---- the small ones of a layer ---------------------------------------------------------------------------
 
 
@@ -171,7 +122,7 @@ def rms_norm(x_TI: Tensor, weight_I: Tensor, eps: float, residual_TI: Tensor | N
     and strides of rows; it is not changed. In bf16 the sum and the normed value are rounded before the
     weight, as transformers do.
     """
-    native = _native_for(x_TI)
+    native = native_for(x_TI)
     if native is None:
         return rms_norm_reference(x_TI, weight_I, eps, residual_TI)
     return native.rms_norm(x_TI, weight_I, eps, residual_TI)
@@ -187,7 +138,7 @@ def rms_norm_reference(x_TI: Tensor, weight_I: Tensor, eps: float, residual_TI: 
 
 def silu_mul(gate_up_TI: Tensor) -> Tensor:
     """silu(first half of the last dim) * second half. In bf16 the silu is rounded before the product."""
-    native = _native_for(gate_up_TI)
+    native = native_for(gate_up_TI)
     if native is None:
         return silu_mul_reference(gate_up_TI)
     return native.silu_mul(gate_up_TI)
@@ -213,7 +164,7 @@ def rope_and_write(
     as transformers' rotate_half; elements from 2D on pass unrotated. pools: k_PKSE, v_PKSE, views with unit
     stride in E. pages_T, offsets_T: int64; token t goes to (page, offset in page).
     """
-    native = _native_for(qkv[0])
+    native = native_for(qkv[0])
     if native is None:
         rope_and_write_reference(qkv, angles, pools, pages_T=pages_T, offsets_T=offsets_T)
     else:
@@ -249,7 +200,7 @@ def _rotate(x_THE: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
 
 def argmax(x_BV: Tensor) -> Tensor:
     """The largest of each row, the lowest index on ties. int64."""
-    native = _native_for(x_BV)
+    native = native_for(x_BV)
     if native is None:
         return argmax_reference(x_BV)
     return native.argmax(x_BV)
@@ -261,16 +212,10 @@ def argmax_reference(x_BV: Tensor) -> Tensor:
 
 def race(logits_RV: Tensor, floor_R: Tensor, seed_R: Tensor, position_R: Tensor) -> Tensor:
     """`noise.race`, to which this is equal but where two scores agree to the last bits of a logarithm."""
-    native = _native_for(logits_RV)
+    native = native_for(logits_RV)
     if native is None:
         return noise.race(logits_RV, floor_R, seed_R, position_R)
     return native.race(logits_RV, floor_R, seed_R, position_R)
-
-
-def _native_for(x: Tensor) -> cpu_build.NativeOps | None:
-    """The C++ ops if they were built and take such a tensor. 0.3 µs; asking for `device.type` alone costs 1."""
-    native = cpu_build.load().module
-    return native if native is not None and x.is_cpu and x.dtype in _DTYPES else None
 
 
 def main(argv: Sequence[str]) -> int:

@@ -2,7 +2,7 @@
 
 | kernels | on | rows of a layer and the draw | attention |
 |---|---|---|---|
-| torch | any device | `cpu_ops`: C++ on a CPU where built, else PyTorch | `Attention` |
+| torch | any device | `cpu_ops`: C++ on a CPU where built, else PyTorch | `NativeAttention`, or `Attention` |
 | triton | GPUs; a CPU under TRITON_INTERPRET=1 | `pd.kernels` | `PagedAttention` |
 | auto | | triton on a GPU where it can be imported and takes dtype and heads, else torch | |
 
@@ -23,7 +23,9 @@ from torch import Tensor
 
 from pd.runtime.config import ConfigError
 from pd.runtime.engine import cpu_ops
-from pd.runtime.engine.attention import Attend, Attention, has_native
+from pd.runtime.engine.attention import Attend, Attention
+from pd.runtime.engine.cpu_attention import NativeAttention
+from pd.runtime.engine.cpu_build import native_for
 from pd.runtime.engine.draws import Draws, Filters, Penalties, torch_draws
 from pd.runtime.engine.paged_attention import PagedAttention
 from pd.runtime.engine.shards import RankShare
@@ -85,13 +87,11 @@ def why_not(shapes: Shapes) -> str:
 
 
 def _torch(shapes: Shapes, why: str) -> Operators:
-    attention = Attention(
-        shapes.spec,
-        shapes.share,
-        max_context=shapes.max_context,
-        like=shapes.like,
-        use_native=has_native(shapes.like),
-    )
+    attention: NativeAttention | Attention
+    if native_for(shapes.like) is not None:
+        attention = NativeAttention(shapes.spec, shapes.share)
+    else:
+        attention = Attention(shapes.spec, shapes.share, max_context=shapes.max_context, like=shapes.like)
     rows = cpu_ops.describe() if shapes.like.device.type == "cpu" else "PyTorch's operators"
     return Operators(
         rms_norm=cpu_ops.rms_norm,
