@@ -8,9 +8,11 @@ Rules
    other end LANDED, FENCED or SEVERED does. Nothing else is a proof: not a deadline, not a vanished peer.
 4. Pulled KV is offered under a lease: prefill keeps it until RELEASED or the lease is over. Decode's own reads are
    the only writes then, and what it read counts (LANDED) only if the offer is known to have stood that long.
+5. The writing end's last word, Landed or Fenced, is said again until it is known to be heard.
 
-    writing end  QUEUED ─start─► COMPUTING ─computed─► DRAINING ─drained─► DONE       says Landed
-                 any of these ─stop | timeout─► STOPPING ─drained─► DONE              says Fenced
+    writing end  QUEUED ─start─► COMPUTING ─computed─► DRAINING ─drained─► LANDED     says Landed
+                 any of these ─stop | timeout─► STOPPING ─drained─► FENCED            says Fenced
+                 LANDED, FENCED ─heard─► DONE                                         says it again until then
                  any of these ─peer lost | doubt─► ABANDONED ─drained─► DONE          says nothing
     other end    RESERVED ─landed─► DONE                                              the pages are in use
                  RESERVED ─cancel | timeout─► FENCING ─fenced | landed─► DONE         says Stop until answered
@@ -23,7 +25,8 @@ Where decode reserves late, the ticket comes after the first token:
 
 Where decode pulls:
 
-    offering end COMPUTING | HOLDING ─offer─► OFFERED ─released | lease over─► DONE   says Ready, answers Renew
+    offering end COMPUTING | HOLDING ─offer─► OFFERED ─released─► DONE                says Ready, answers Renew
+                 OFFERED ─lease over─► FENCED                                         says Fenced
                  OFFERED ─stop | peer lost─► WITHDRAWN ─released | lease over─► DONE
     reading end  AWAITING ─ready─► READING ─landed─► DONE                             says Renew, then Released
                  READING ─cancel | fenced | …─► DROPPING ─drained─► DONE              says Released
@@ -47,11 +50,12 @@ class Event(Enum):
     OFFER = auto()  # writing end: computed, and the ticket says that the peer reads
     RENEW = auto()  # writing end: the peer reads still
     RELEASED = auto()  # writing end: the peer has read it, or will not
+    HEARD = auto()  # writing end: the peer knows how it ended
     READY = auto()  # other end: the peer's pages may be read
     LANDED = auto()  # other end: every page is here, with the first token
     FENCED = auto()  # other end: the writer promises that no write will come
     CANCEL = auto()  # other end: the pages are no longer wanted
-    REMIND = auto()  # other end: an answer is overdue, ask again
+    REMIND = auto()  # either end: an answer is overdue, ask or say it again
     SEVERED = auto()  # other end: nothing of that peer can write here any more
     UNCLEAN = auto()  # other end: it may still write
     TIMEOUT = auto()  # the state's deadline passed
@@ -86,6 +90,8 @@ class OutboxState(Enum):
     HOLDING = auto()  # computed; decode has no pages for it yet
     OFFERED = auto()  # to be read, under a lease
     WITHDRAWN = auto()  # may be read until the lease is over, and is not renewed
+    LANDED = auto()  # nothing is held any more; Landed was said, and is not known to be heard
+    FENCED = auto()  # the same, of Fenced
     DONE = auto()
 
 
@@ -109,8 +115,8 @@ _O, _I, _E, _F = OutboxState, InboxState, Event, Effect
 
 OUTBOX: Table[OutboxState] = {
     (_O.QUEUED, _E.START): (_O.COMPUTING, ()),
-    (_O.QUEUED, _E.STOP): (_O.DONE, (_F.SEND_FENCED, _F.FREE)),
-    (_O.QUEUED, _E.TIMEOUT): (_O.DONE, (_F.SEND_FENCED, _F.FREE)),
+    (_O.QUEUED, _E.STOP): (_O.FENCED, (_F.SEND_FENCED, _F.FREE)),
+    (_O.QUEUED, _E.TIMEOUT): (_O.FENCED, (_F.SEND_FENCED, _F.FREE)),
     (_O.QUEUED, _E.PEER_LOST): (_O.DONE, (_F.FREE,)),
     (_O.COMPUTING, _E.CHUNK): (_O.COMPUTING, (_F.WRITE,)),
     (_O.COMPUTING, _E.COMPUTED): (_O.DRAINING, ()),
@@ -118,12 +124,12 @@ OUTBOX: Table[OutboxState] = {
     (_O.COMPUTING, _E.TIMEOUT): (_O.STOPPING, ()),
     (_O.COMPUTING, _E.DOUBT): (_O.ABANDONED, ()),  # no promise can be made: only severing us is a proof
     (_O.COMPUTING, _E.PEER_LOST): (_O.ABANDONED, ()),
-    (_O.DRAINING, _E.DRAINED): (_O.DONE, (_F.SEND_LANDED, _F.FREE)),
+    (_O.DRAINING, _E.DRAINED): (_O.LANDED, (_F.SEND_LANDED, _F.FREE)),
     (_O.DRAINING, _E.STOP): (_O.STOPPING, ()),
     (_O.DRAINING, _E.TIMEOUT): (_O.STOPPING, ()),
     (_O.DRAINING, _E.DOUBT): (_O.ABANDONED, ()),
     (_O.DRAINING, _E.PEER_LOST): (_O.ABANDONED, ()),
-    (_O.STOPPING, _E.DRAINED): (_O.DONE, (_F.SEND_FENCED, _F.FREE)),
+    (_O.STOPPING, _E.DRAINED): (_O.FENCED, (_F.SEND_FENCED, _F.FREE)),
     (_O.STOPPING, _E.TIMEOUT): (_O.STOPPING, (_F.SEVER,)),  # makes the writes fail, and thereby end
     (_O.STOPPING, _E.DOUBT): (_O.ABANDONED, ()),
     (_O.STOPPING, _E.PEER_LOST): (_O.ABANDONED, ()),
@@ -132,18 +138,26 @@ OUTBOX: Table[OutboxState] = {
     (_O.COMPUTING, _E.HOLD): (_O.HOLDING, ()),
     (_O.HOLDING, _E.CHUNK): (_O.HOLDING, (_F.WRITE,)),
     (_O.HOLDING, _E.COMPUTED): (_O.DRAINING, ()),
-    (_O.HOLDING, _E.STOP): (_O.DONE, (_F.FREE,)),
-    (_O.HOLDING, _E.TIMEOUT): (_O.DONE, (_F.FREE,)),
+    (_O.HOLDING, _E.STOP): (_O.FENCED, (_F.SEND_FENCED, _F.FREE)),
+    (_O.HOLDING, _E.TIMEOUT): (_O.FENCED, (_F.SEND_FENCED, _F.FREE)),
     (_O.COMPUTING, _E.OFFER): (_O.OFFERED, (_F.SEND_READY,)),
     (_O.HOLDING, _E.OFFER): (_O.OFFERED, (_F.SEND_READY,)),
     (_O.OFFERED, _E.RENEW): (_O.OFFERED, (_F.SEND_RENEWED,)),
     (_O.OFFERED, _E.RELEASED): (_O.DONE, (_F.FREE,)),
-    (_O.OFFERED, _E.TIMEOUT): (_O.DONE, (_F.SEND_FENCED, _F.FREE)),
+    (_O.OFFERED, _E.TIMEOUT): (_O.FENCED, (_F.SEND_FENCED, _F.FREE)),
     (_O.OFFERED, _E.STOP): (_O.WITHDRAWN, (_F.SEND_FENCED,)),
     (_O.OFFERED, _E.PEER_LOST): (_O.WITHDRAWN, ()),
     (_O.WITHDRAWN, _E.RELEASED): (_O.DONE, (_F.FREE,)),
     (_O.WITHDRAWN, _E.TIMEOUT): (_O.DONE, (_F.FREE,)),
-    (_O.DONE, _E.STOP): (_O.DONE, (_F.SEND_FENCED,)),  # it crossed our Landed or Fenced, or that was lost
+    (_O.LANDED, _E.REMIND): (_O.LANDED, (_F.SEND_LANDED,)),
+    (_O.LANDED, _E.HEARD): (_O.DONE, ()),
+    (_O.LANDED, _E.TIMEOUT): (_O.DONE, ()),
+    (_O.LANDED, _E.PEER_LOST): (_O.DONE, ()),
+    (_O.FENCED, _E.REMIND): (_O.FENCED, (_F.SEND_FENCED,)),
+    (_O.FENCED, _E.HEARD): (_O.DONE, ()),
+    (_O.FENCED, _E.RELEASED): (_O.DONE, ()),
+    (_O.FENCED, _E.TIMEOUT): (_O.DONE, ()),
+    (_O.FENCED, _E.PEER_LOST): (_O.DONE, ()),
 }
 
 INBOX: Table[InboxState] = {

@@ -18,6 +18,7 @@ from pd.runtime.core.dispatch import Dispatch
 from pd.runtime.core.events import Abandon, Effect, End, Event, Peer, Send
 from pd.runtime.core.flight import Flight
 from pd.runtime.core.inbox import Inboxes
+from pd.runtime.core.instance import InstanceBrain
 from pd.runtime.core.lives import Links
 from pd.runtime.core.member import Member
 from pd.runtime.core.membership import Membership
@@ -29,7 +30,7 @@ from pd.runtime.core.prefix import PrefixCache
 from pd.runtime.core.ranks import Tally
 from pd.runtime.core.router import RouterBrain
 from pd.runtime.core.timetable import Timetable
-from pd.runtime.wire.messages import Fenced, Landed, Prefill, Reserve
+from pd.runtime.wire.messages import Fenced, Landed, Missing, Prefill, Reserve, Wanted
 from pd.runtime.wire.plans import Severed, WriteDone
 from pd.runtime.wire.values import Finish, Handle, Ticket, Token
 from pd.transfer.handoff import INBOX, OUTBOX, InboxState, OutboxState
@@ -80,6 +81,21 @@ def accept_an_early_end(patch: Patch) -> None:
         return piece._replace(finish=self.finish) if piece is not None else None
 
     patch.setattr(Answer, "accept", accept_it)
+
+
+def keep_silent_about(kind: type) -> Plant:
+    """What would send such a message sends it not."""
+
+    def plant(patch: Patch) -> None:
+        for cls in (RouterBrain, InstanceBrain):
+            on = cls.on
+
+            def act(self: Any, event: Event, now: float, on: Any = on) -> list[Effect]:
+                return [e for e in on(self, event, now) if not (isinstance(e, Send) and isinstance(e.message, kind))]
+
+            patch.setattr(cls, "on", act)
+
+    return plant
 
 
 def end_twice(patch: Patch) -> None:
@@ -287,14 +303,15 @@ FAULTS: dict[str, Plant] = {
     ),
     # the writing end
     "Landed is said before the last write is done": outbox_rows(
-        {(C, On.COMPUTED): (OutboxState.DONE, (Do.SEND_LANDED, Do.FREE))}
+        {(C, On.COMPUTED): (OutboxState.LANDED, (Do.SEND_LANDED, Do.FREE))}
     ),
     "Fenced is said while writes are under way": outbox_rows(
         {
-            (C, On.STOP): (OutboxState.DONE, (Do.SEND_FENCED, Do.FREE)),
-            (D, On.STOP): (OutboxState.DONE, (Do.SEND_FENCED, Do.FREE)),
+            (C, On.STOP): (OutboxState.FENCED, (Do.SEND_FENCED, Do.FREE)),
+            (D, On.STOP): (OutboxState.FENCED, (Do.SEND_FENCED, Do.FREE)),
         }
     ),
+    "Landed is said once": outbox_rows({(OutboxState.LANDED, On.REMIND): (OutboxState.LANDED, ())}),
     "Fenced is said of failed writes whose bytes may still land": outbox_rows(
         {(C, On.DOUBT): (T, ()), (D, On.DOUBT): (T, ()), (T, On.DOUBT): (T, ())}
     ),
@@ -327,4 +344,6 @@ FAULTS: dict[str, Plant] = {
     "the router ends a repeated request twice": end_twice,
     "the router asks no stranger who it is": instead(Membership, "ask", lambda self, stranger, now: []),
     "the router goes on for a client that left": ignore_who_left,
+    "the router never says again what it wants": keep_silent_about(Wanted),
+    "an instance does not say what it never got": keep_silent_about(Missing),
 }

@@ -27,6 +27,8 @@ REMEMBERED = {
     "PrefixCache._idle": "the cache",
     "PrefixMemory._pages": "bounded by the instance's pages",
     "Timetable._heap": "entries of the forgotten; bounded",
+    "Wants._failed": "until the router's next list",
+    "Wants._absent": "until the router's next list; bounded by what is on it",
     "Doubts._doubts": "until a later write of the same peer is done, or its life ends",
 }
 

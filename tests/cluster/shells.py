@@ -21,7 +21,7 @@ from pd.runtime.core.events import (
     Stamp,
     Tick,
 )
-from pd.runtime.wire.messages import AnyMessage, Beat, Reserve, Reserved
+from pd.runtime.wire.messages import AnyMessage, Beat, Reserve, Reserved, Wanted
 from pd.runtime.wire.plans import FromRank
 from tests.cluster.clock import Clock
 from tests.cluster.ranks import Ranks
@@ -110,9 +110,9 @@ class Shell:
             if self.ranks is not None and isinstance(event, Received) and isinstance(event.message, Reserve):
                 self.ranks.expect(event.message)
             effects = self.brain.on(event, now * self.clock_rate + self.clock_offset)
-            if is_idle_talk(event) and (not effects or is_beat(effects)):
-                if effects:
-                    self._perform(effects[0])
+            if is_idle_talk(event) and is_talk(effects):
+                for effect in effects:
+                    self._perform(effect)
                 return
             self._num_heard += 1
             self._perform_all(effects)
@@ -175,10 +175,11 @@ class Shell:
             self._clock.after(TICK_S, self._tick)
 
 
-def is_beat(effects: list[Effect]) -> bool:
-    return len(effects) == 1 and isinstance(effects[0], Send) and isinstance(effects[0].message, Beat)
+def is_talk(effects: list[Effect]) -> bool:
+    """Only what is said now and then."""
+    return all(isinstance(effect, Send) and isinstance(effect.message, Beat | Wanted) for effect in effects)
 
 
 def is_idle_talk(event: Event) -> bool:
     """Most of what a quiet cluster hears, and nothing that moves a request by itself."""
-    return event is TICK or (isinstance(event, Received) and isinstance(event.message, Beat))
+    return event is TICK or (isinstance(event, Received) and isinstance(event.message, Beat | Wanted))

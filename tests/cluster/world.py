@@ -29,15 +29,24 @@ from tests.cluster.trace import Trace, Violation
 from tests.cluster.writes import DataPlane
 
 ROUTER_DEADLINES = dispatch.Deadlines(
-    reserve_s=0.5, prefill_s=4.0, land_s=3.0, progress_s=3.0, gap_s=0.5, beat_timeout_s=0.7, dead_after_s=2.0
+    reserve_s=0.5,
+    prefill_s=24.0,
+    land_s=20.0,
+    progress_s=20.0,
+    gap_s=0.5,
+    wanted_s=0.25,
+    beat_timeout_s=0.7,
+    dead_after_s=2.0,
 )
+"""Long where nobody may have to wait: PATIENCE_S in `clients` is shorter."""
 INSTANCE_DEADLINES = settings.Deadlines(
     hello_s=0.3,
     beat_s=0.2,
     draining_s=1.0,
     stopping_s=1.0,
     fencing_s=2.5,
-    holding_s=3.0,
+    heard_s=2.0,
+    holding_s=1.2,
     lease_s=0.8,
     remind_s=0.2,
     sever_again_s=0.4,
@@ -48,8 +57,8 @@ INSTANCE_DEADLINES = settings.Deadlines(
 )
 """About a fifth of the real ones, in the same order of size, so that a run of many seconds is a short one."""
 RESTART_S = 0.3
-QUIET_S = 40.0
-"""After the last question, for everything to end and be given back."""
+QUIET_S = 4.0
+"""For everything to be given back, from the last answer on and from when all must have settled."""
 LOOK_S = 0.1
 """Between two looks at what waits and whether all is quiet."""
 SLOWNESS = 10.0

@@ -25,7 +25,7 @@ from pd.runtime.core.events import (
     Tick,
 )
 from pd.runtime.core.instance import BrainSettings, InstanceBrain
-from pd.runtime.wire.messages import AnyMessage, Hello, Peers, Prefill, Reserve, Tokens
+from pd.runtime.wire.messages import AnyMessage, Fenced, Heard, Hello, Landed, Peers, Prefill, Reserve, Tokens
 from pd.runtime.wire.plans import SlotInit, StepDone, StepKind, StepPlan, WriteDone, WriteJob
 from pd.runtime.wire.values import WIRE_VERSION, Finish, Handle, ModelCard, Role, Sampling, Ticket, Token
 from pd.transfer.layout import KVLayout, Shard
@@ -156,6 +156,8 @@ class Instance:
         self.flying: list[StepPlan] = []
         self.jobs: list[WriteJob] = []  # after a step that is done, and not ended
         self.watch: Callable[[list[Effect]], None] = lambda effects: None
+        self.are_peers_deaf = False  # else they say Heard at once, whichever life is meant
+        self.lives: set[Peer] = set()  # met so far
 
     def on(self, event: Event) -> list[Effect]:
         effects = self.brain.on(event, self.now)
@@ -164,6 +166,10 @@ class Instance:
         self.flying += [effect.plan for effect in effects if isinstance(effect, Launch)]
         assert len(self.flying) <= 2, "more than two steps in flight"
         self.watch(effects)
+        for effect in effects:
+            if isinstance(effect, Send) and isinstance(effect.message, Landed | Fenced) and not self.are_peers_deaf:
+                for life in [life for life in self.lives if life.name == effect.to]:
+                    self.on(Received(life, Heard(effect.message.handle)))
         return effects
 
     def router(self, message: AnyMessage) -> list[Effect]:
@@ -176,6 +182,7 @@ class Instance:
         return self.on(Received(Peer(str(rank), ""), message))
 
     def meet(self, *peers: Hello) -> list[Effect]:
+        self.lives |= {Peer(each.worker, each.epoch) for each in peers}
         return self.router(Peers(peers))
 
     def wait(self, seconds: float) -> list[Effect]:

@@ -17,11 +17,13 @@ from pd.runtime.wire.messages import (
     FirstToken,
     Hello,
     Landed,
+    Missing,
     Prefill,
     Refusal,
     Refused,
     Reserve,
     Stop,
+    Wanted,
     Welcome,
     WhoAreYou,
 )
@@ -112,6 +114,77 @@ def test_a_cancel_is_always_answered(role: Role) -> None:
     me = Instance(role)
     handle = Handle("unknown", 3)
     assert said(me.router(Cancel(handle, "left")), Cancelled) == [Cancelled(handle)]
+
+
+@pytest.mark.parametrize("role", ALL)
+def test_what_the_router_wants_no_more_is_given_up_though_its_cancel_was_lost(role: Role) -> None:
+    me = Instance(role)
+    me.meet(hello("p", Role.PREFILL), hello("d", Role.DECODE))
+    kept, lost = asked_of(me, "kept"), asked_of(me, "lost")
+    effects = me.router(Wanted((kept,)))
+    assert said(effects, Cancelled) == [Cancelled(lost)]
+    assert said(effects, Stop) == ([Stop(lost)] if role is Role.DECODE else [])
+    assert said(me.router(Wanted((), (kept,))), Cancelled) == [], "prefill may have it still"
+    me.router(Wanted(()))
+    me.peer(Peer("p", EPOCH), Fenced(kept, ""))
+    me.peer(Peer("p", EPOCH), Fenced(lost, ""))
+    me.settle()
+    assert me.brain.is_idle()
+
+
+@pytest.mark.parametrize("role", ALL)
+def test_what_is_wanted_and_not_here_is_said_to_be_missing_the_second_time(role: Role) -> None:
+    me = Instance(role)
+    me.meet(hello("p", Role.PREFILL), hello("d", Role.DECODE))
+    here, never_came = asked_of(me, "here"), Handle("never", 1)
+    assert said(me.router(Wanted((here, never_came))), Missing) == []
+    assert said(me.router(Wanted((here,))), Missing) == []
+    assert said(me.router(Wanted((here, never_came))), Missing) == []
+    for _ in range(2):
+        assert said(me.router(Wanted((here, never_came))), Missing) == [Missing((never_came,))]
+    assert said(me.router(Wanted((here,), (never_came,))), Missing) == [], "it need not be here"
+
+
+def test_what_failed_is_said_again_while_the_router_wants_it() -> None:
+    me = Instance(Role.PREFILL)
+    peer = hello("d", Role.DECODE)
+    me.meet(peer)
+    handle = asked_of(me, "r")
+    (failed,) = said(me.meet(hello("d", Role.DECODE, epoch="2")), Failed)
+    assert failed.handle == handle
+    for listed in (Wanted((handle,)), Wanted((), (handle,))):
+        effects = me.router(listed)
+        assert said(effects, Failed) == [failed] and said(effects, Missing) == []
+    assert said(me.router(Wanted(())), Failed) == said(me.router(Wanted((handle,))), Failed) == []
+
+
+def asked_of(me: Instance, name: str) -> Handle:
+    """A request that is under way here."""
+    ticket = ticket_of(hello("d", Role.DECODE), 4, first_page=ord(name[0]))
+    message = prefill_for(name, 4, ticket=ticket if me.hello.role is Role.PREFILL else None)
+    me.router(reserve_for(name, 4, life=Peer("p", EPOCH)) if me.hello.role is Role.DECODE else message)
+    return message.handle
+
+
+def test_a_draining_instance_tells_a_new_router_that_it_drains() -> None:
+    me = Instance(Role.COLOCATED)
+    handle = asked_of(me, "r")
+    me.drain()
+    effects = me.router(WhoAreYou())
+    assert said(effects, Hello) == [me.hello] and len(said(effects, Bye)) == 1
+    assert said(me.router(Wanted(())), Cancelled) == [Cancelled(handle)], "that router wants nothing of it"
+    me.settle()
+    assert [exit.failed for exit in said(me.effects, Exit)] == [False]
+
+
+def test_a_draining_instance_says_so_with_its_beats() -> None:
+    me = Instance(Role.COLOCATED)
+    me.wait(0.1)
+    me.router(Welcome())
+    me.router(prefill_for("r", 4))
+    assert [beat.is_draining for beat in said(me.wait(1.0), Beat)] == [False, False]
+    me.drain()
+    assert [beat.is_draining for beat in said(me.wait(1.0), Beat)] == [True, True]
 
 
 def test_an_idle_instance_drains_at_once() -> None:

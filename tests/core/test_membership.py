@@ -226,6 +226,15 @@ def test_who_says_bye_ends_what_it_runs_and_gets_nothing_new() -> None:
     assert [message.handle.attempt for _, message in sent(effects, Reserve) if message.handle.request_id == "a"] == [1]
 
 
+def test_one_whose_bye_was_lost_says_with_its_beats_that_it_drains() -> None:
+    bench = pair_bench()
+    effects = bench.hear("d0", Beat(load(), is_draining=True))
+    assert [stamp.what for stamp in effects if isinstance(stamp, Stamp)] == ["draining"]
+    assert bench.brain.missing() == (Role.DECODE,)
+    effects = bench.hear("d0", Beat(load(), is_draining=True))
+    assert [stamp.what for stamp in effects if isinstance(stamp, Stamp)] == []
+
+
 def test_an_operators_order_to_drain_is_passed_on_and_answered_with_how_far_it_is() -> None:
     bench = pair_bench()
     handle = decoding(bench, "a")

@@ -12,6 +12,7 @@ from pd.runtime.wire.messages import (
     Failed,
     Fenced,
     FirstToken,
+    Heard,
     Landed,
     Peers,
     Prefill,
@@ -173,6 +174,36 @@ def test_a_stop_that_crossed_landed_is_answered_all_the_same() -> None:
     effects = me.peer(D, Stop(request.handle))
     assert [fenced.handle for fenced in said(effects, Fenced)] == [request.handle]
     assert said(effects, Failed) == []
+
+
+@pytest.mark.parametrize("ends_well", [True, False])
+def test_the_last_word_of_a_handoff_is_said_again_until_it_is_heard(ends_well: bool) -> None:
+    me = prefiller()
+    me.are_peers_deaf = True
+    request = submit(me, 5)
+    word = Landed if ends_well else Fenced
+    if not ends_well:
+        me.router(Cancel(request.handle, "left"))
+    (said_first,) = said(me.settle(), word)
+    assert me.brain.load().num_free_pages == 64 and not me.brain.is_idle()
+    assert said(me.wait(1.05), word) == [said_first] * 2
+    assert said(me.peer(Peer("d", "0"), Heard(request.handle)), object) == []  # another life
+    assert said(me.peer(D, Stop(request.handle)), word) == [said_first]
+    me.peer(D, Heard(request.handle))
+    assert me.brain.is_idle() and said(me.wait(2.0), word) == []
+
+
+def test_a_last_word_that_nobody_hears_ends_with_the_peer_or_by_its_deadline() -> None:
+    for is_peer_lost in (True, False):
+        me = prefiller()
+        me.are_peers_deaf = True
+        submit(me, 5)
+        me.settle()
+        if is_peer_lost:
+            effects = me.meet(hello("d", Role.DECODE, epoch="2"))
+        else:
+            effects = me.wait(10.2)
+        assert me.brain.is_idle() and said(effects, Failed) == []
 
 
 def test_a_stop_that_overtook_its_prefill_is_answered_and_the_prefill_refused() -> None:

@@ -9,7 +9,19 @@ import pytest
 from pd.runtime.config import RouterConfig
 from pd.runtime.core.dispatch import Deadlines
 from pd.runtime.core.events import Drain, Emit, End, Exit, Peer, Received, Tick, Timings
-from pd.runtime.wire.messages import Cancel, Cancelled, Failed, FirstToken, Prefill, Refused, Reserve, Reserved, Welcome
+from pd.runtime.wire.messages import (
+    Cancel,
+    Cancelled,
+    Failed,
+    FirstToken,
+    Missing,
+    Prefill,
+    Refused,
+    Reserve,
+    Reserved,
+    Wanted,
+    Welcome,
+)
 from pd.runtime.wire.values import Finish, Handle, Role, Stage, Ticket, Token
 from tests.core.routing import Bench, decoding, hello, only_prefill, only_reserve, pair_bench, sent
 
@@ -149,14 +161,13 @@ def test_the_last_token_of_a_repeated_attempt_needs_no_decode() -> None:
     assert (name, prefill.ticket, prefill.tokens) == ("p0", None, (5, 6, 7, 70, 71, 72))
 
 
-def test_an_old_attempts_message_changes_nothing_and_its_sender_is_told() -> None:
+def test_an_old_attempts_message_changes_nothing() -> None:
     bench = pair_bench()
     handle = decoding(bench, "a")
     bench.hear("d0", Failed(handle, Stage.DECODE, "fell", retryable=True))
     before = bench.answer_of("a")
-    effects = bench.tokens("d0", handle, 4, 99)
+    bench.tokens("d0", handle, 4, 99)
     assert bench.answer_of("a") == before
-    assert sent(effects, Cancel) == [("d0", Cancel(handle, "this attempt is over"))]
 
 
 def test_an_old_lifes_message_changes_nothing() -> None:
@@ -294,11 +305,46 @@ def test_abandon_cancels_both_ends_and_silences_the_request() -> None:
     assert bench.brain.is_idle() and not bench.endings_of("a")
 
 
-def test_a_reservation_that_comes_too_late_is_given_back() -> None:
+def wanted(bench: Bench) -> dict[str, Wanted]:
+    """What each instance is told, the next time."""
+    return dict(sent(bench.wait(1.0), Wanted))
+
+
+def test_each_instance_is_told_each_second_what_is_wanted_of_it() -> None:
     bench = pair_bench()
+    bench.join(hello("c0", Role.COLOCATED))
+    nothing = Wanted(())
+    assert wanted(bench) == {"p0": nothing, "d0": nothing, "c0": nothing}
     handle = only_reserve(bench.submit("a"))[1].handle
+    assert wanted(bench) == {"p0": nothing, "d0": Wanted((handle,)), "c0": nothing}  # prefill was not asked yet
+    bench.reserved("d0", handle)
+    assert wanted(bench) == {"p0": Wanted((handle,)), "d0": Wanted((handle,)), "c0": nothing}
+    bench.first("p0", handle, 3, 70)
+    assert wanted(bench)["p0"] == Wanted((), (handle,)), "it hands it off, or has done so"
+    bench.tokens("d0", handle, 4, 71)
+    assert wanted(bench) == {"p0": nothing, "d0": Wanted((handle,)), "c0": nothing}
     bench.abandon("a")
-    assert sent(bench.reserved("d0", handle), Cancel) == [("d0", Cancel(handle, "this attempt is over"))]
+    assert set(wanted(bench).values()) == {nothing}
+
+
+def test_late_pages_are_wanted_of_decode_from_the_first_token_on() -> None:
+    bench = pair_bench(config=RouterConfig(reserve="late"))
+    handle = only_prefill(bench.submit("a"))[1].handle
+    assert wanted(bench) == {"p0": Wanted((handle,)), "d0": Wanted(())}
+    bench.first("p0", handle, 3, 70)
+    assert wanted(bench) == {"p0": Wanted((handle,)), "d0": Wanted((handle,))}
+    bench.reserved("d0", handle)
+    assert wanted(bench) == {"p0": Wanted((), (handle,)), "d0": Wanted((handle,))}
+
+
+def test_what_is_missing_is_repeated_at_once_unless_it_may_be_gone() -> None:
+    bench = pair_bench()
+    handle = decoding(bench, "a")
+    assert bench.hear("p0", Missing((handle, Handle("unknown", 0)))) == []
+    effects = bench.hear("d0", Missing((handle,)))
+    assert only_reserve(effects)[1].handle == Handle("a", 1)
+    assert sorted(name for name, _ in sent(effects, Cancel)) == ["d0", "p0"]
+    assert bench.hear("d0", Missing((handle,))) == [], "that attempt is over"
 
 
 STAGES = {

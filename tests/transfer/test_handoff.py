@@ -14,28 +14,32 @@ O, I, E, F = OutboxState, InboxState, Event, Effect  # noqa: E741
 @pytest.mark.parametrize(
     ("events", "state", "effects"),
     [
-        ((E.START, E.CHUNK, E.CHUNK, E.COMPUTED, E.DRAINED), O.DONE, (F.WRITE, F.WRITE, F.SEND_LANDED, F.FREE)),
-        ((E.STOP,), O.DONE, (F.SEND_FENCED, F.FREE)),
-        ((E.TIMEOUT,), O.DONE, (F.SEND_FENCED, F.FREE)),
+        ((E.START, E.CHUNK, E.CHUNK, E.COMPUTED, E.DRAINED), O.LANDED, (F.WRITE, F.WRITE, F.SEND_LANDED, F.FREE)),
+        ((E.STOP,), O.FENCED, (F.SEND_FENCED, F.FREE)),
+        ((E.TIMEOUT,), O.FENCED, (F.SEND_FENCED, F.FREE)),
         ((E.PEER_LOST,), O.DONE, (F.FREE,)),
         ((E.START, E.CHUNK, E.STOP), O.STOPPING, (F.WRITE,)),
         ((E.START, E.STOP, E.CHUNK), O.STOPPING, ()),
-        ((E.START, E.STOP, E.COMPUTED, E.DRAINED), O.DONE, (F.SEND_FENCED, F.FREE)),
-        ((E.START, E.TIMEOUT, E.DRAINED), O.DONE, (F.SEND_FENCED, F.FREE)),
+        ((E.START, E.STOP, E.COMPUTED, E.DRAINED), O.FENCED, (F.SEND_FENCED, F.FREE)),
+        ((E.START, E.TIMEOUT, E.DRAINED), O.FENCED, (F.SEND_FENCED, F.FREE)),
         ((E.START, E.DRAINED), O.COMPUTING, ()),
-        ((E.START, E.COMPUTED, E.STOP, E.DRAINED), O.DONE, (F.SEND_FENCED, F.FREE)),
-        ((E.START, E.COMPUTED, E.TIMEOUT, E.TIMEOUT, E.DRAINED), O.DONE, (F.SEVER, F.SEND_FENCED, F.FREE)),
+        ((E.START, E.COMPUTED, E.STOP, E.DRAINED), O.FENCED, (F.SEND_FENCED, F.FREE)),
+        ((E.START, E.COMPUTED, E.TIMEOUT, E.TIMEOUT, E.DRAINED), O.FENCED, (F.SEVER, F.SEND_FENCED, F.FREE)),
         ((E.START, E.PEER_LOST, E.STOP, E.DRAINED), O.DONE, (F.FREE,)),
         ((E.START, E.COMPUTED, E.PEER_LOST, E.TIMEOUT, E.DRAINED), O.DONE, (F.SEVER, F.FREE)),
         ((E.START, E.STOP, E.PEER_LOST, E.DRAINED), O.DONE, (F.FREE,)),
-        ((E.START, E.HOLD, E.CHUNK, E.COMPUTED, E.DRAINED), O.DONE, (F.WRITE, F.SEND_LANDED, F.FREE)),
-        ((E.START, E.HOLD, E.STOP), O.DONE, (F.FREE,)),
-        ((E.START, E.HOLD, E.TIMEOUT), O.DONE, (F.FREE,)),
+        ((E.START, E.HOLD, E.CHUNK, E.COMPUTED, E.DRAINED), O.LANDED, (F.WRITE, F.SEND_LANDED, F.FREE)),
+        ((E.START, E.HOLD, E.STOP), O.FENCED, (F.SEND_FENCED, F.FREE)),
+        ((E.START, E.HOLD, E.TIMEOUT), O.FENCED, (F.SEND_FENCED, F.FREE)),
         ((E.START, E.OFFER, E.RENEW, E.RELEASED), O.DONE, (F.SEND_READY, F.SEND_RENEWED, F.FREE)),
-        ((E.START, E.HOLD, E.OFFER, E.TIMEOUT), O.DONE, (F.SEND_READY, F.SEND_FENCED, F.FREE)),
+        ((E.START, E.HOLD, E.OFFER, E.TIMEOUT), O.FENCED, (F.SEND_READY, F.SEND_FENCED, F.FREE)),
         ((E.START, E.OFFER, E.STOP, E.RENEW, E.STOP), O.WITHDRAWN, (F.SEND_READY, F.SEND_FENCED)),
         ((E.START, E.OFFER, E.PEER_LOST, E.TIMEOUT), O.DONE, (F.SEND_READY, F.FREE)),
-        ((E.START, E.COMPUTED, E.DRAINED, E.STOP), O.DONE, (F.SEND_LANDED, F.FREE, F.SEND_FENCED)),
+        ((E.START, E.COMPUTED, E.DRAINED, E.STOP), O.LANDED, (F.SEND_LANDED, F.FREE)),
+        ((E.START, E.COMPUTED, E.DRAINED, E.REMIND, E.HEARD), O.DONE, (F.SEND_LANDED, F.FREE, F.SEND_LANDED)),
+        ((E.STOP, E.REMIND, E.REMIND, E.HEARD), O.DONE, (F.SEND_FENCED, F.FREE, F.SEND_FENCED, F.SEND_FENCED)),
+        ((E.START, E.COMPUTED, E.DRAINED, E.TIMEOUT), O.DONE, (F.SEND_LANDED, F.FREE)),
+        ((E.STOP, E.PEER_LOST), O.DONE, (F.SEND_FENCED, F.FREE)),
     ],
 )
 def test_the_writing_end(events: tuple[Event, ...], state: OutboxState, effects: tuple[Effect, ...]) -> None:
@@ -113,7 +117,7 @@ def test_whatever_happens_pages_are_let_go_exactly_once_and_only_at_the_end() ->
     reading = (E.READY, E.LANDED, E.FENCED, E.CANCEL, E.DRAINED, E.DOUBT, E.SEVERED, E.TIMEOUT, E.PEER_LOST)
     for events in itertools.product(ours, repeat=5):
         outbox, effects = run_outbox(events)
-        assert effects.count(F.FREE) == (outbox is O.DONE), events
+        assert effects.count(F.FREE) == (outbox in (O.LANDED, O.FENCED, O.DONE)), events
     runs = [(I.RESERVED, events) for events in itertools.product(theirs, repeat=4)]
     runs += [(I.AWAITING, events) for events in itertools.product(reading, repeat=4)]
     for start, events in runs:
@@ -121,6 +125,14 @@ def test_whatever_happens_pages_are_let_go_exactly_once_and_only_at_the_end() ->
         let_go = sum(effects.count(effect) for effect in (F.FREE, F.READMIT, F.ADMIT))
         assert let_go == (inbox is I.DONE), events
         assert effects.count(F.READMIT) <= effects.count(F.QUARANTINE) <= 1, events
+
+
+def test_a_last_word_is_said_again_until_it_is_heard_and_ends_nothing_else() -> None:
+    for state, word in ((O.LANDED, F.SEND_LANDED), (O.FENCED, F.SEND_FENCED)):
+        assert step(OUTBOX, state, E.REMIND) == (state, (word,))
+        for event in E:
+            after, effects = step(OUTBOX, state, event)
+            assert F.FREE not in effects and after in (state, O.DONE), f"{state} on {event}"
 
 
 def test_every_state_that_waits_for_others_has_a_way_out_by_its_deadline() -> None:

@@ -100,6 +100,7 @@ class Answer:
     """Owned by the router brain from Submit to its one ending."""
 
     __slots__ = (
+        "asked",
         "attempt",
         "avoid",
         "course",
@@ -147,6 +148,7 @@ class Answer:
         # ---- of the current attempt
         self.prefill: Member | None = None  # who computes; let go when decode's first token comes
         self.decode: Member | None = None  # who decodes; prefill itself when colocated
+        self.asked: list[Member] = []  # of these two, who was given the attempt and is not known to be done with it
         self.started_at = self.num_prompt  # position of the attempt's first token: it was given so many
         self.is_computed = False
         self.held: dict[int, Token] = {}
@@ -200,6 +202,7 @@ class Answer:
         self.course.begin()
         self.prefill = prefill
         self.decode = decode
+        self.asked = []
         self.is_computed = False
         prefill.assign(self.started_at, pending=True)
         if decode is not None and decode is not prefill:
@@ -221,18 +224,22 @@ class Answer:
         if self.prefill is not None and self.prefill is not self.decode:
             self.computed()
             self.prefill.release(self.started_at)
+            self.asked.remove(self.prefill)
             self.prefill = None
+
+    def is_handed(self, member: Member) -> bool:
+        """It need not have the attempt any more: its first token is out, and another decodes."""
+        return self.state is State.DECODING and member is not self.decode
 
     def let_go(self) -> list[Member]:
         """End the attempt. Returns who may still hold something of it, and must be told."""
         self.computed()
-        members = [member for member in dict.fromkeys((self.prefill, self.decode)) if member is not None]
-        for member in members:
-            member.release(self.started_at)
-        if self.state is State.RESERVING:
-            members = [member for member in members if member is not self.prefill]  # it was not asked yet
+        for member in dict.fromkeys((self.prefill, self.decode)):
+            if member is not None:
+                member.release(self.started_at)
+        asked, self.asked = self.asked, []
         self.prefill = self.decode = None
-        return members
+        return asked
 
     def accept(self, position: int, tokens: tuple[Token, ...], finish: Finish | None) -> Piece | None:
         """Take what an instance reports, and return what thereby may go to the client."""

@@ -5,10 +5,12 @@ Rules
 2. Every attempt has its own number, and an answer's members are those of its current attempt: so `find` knows
    a message of an old attempt, or of an instance that lost the request, and it is the only place that must.
 3. Every state has a deadline. What runs into one is repeated, up to max_attempts.
+4. Each instance is told again and again what is wanted of it. So a lost message of either costs a few seconds.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from pd.runtime.config import RouterConfig
@@ -19,7 +21,7 @@ from pd.runtime.core.membership import Membership
 from pd.runtime.core.placement import fits_nowhere
 from pd.runtime.core.timetable import Timetable
 from pd.runtime.core.waiting import Waiting
-from pd.runtime.wire.messages import Cancel, Deliver, Prefill, Refused, Reserve
+from pd.runtime.wire.messages import Cancel, Deliver, Prefill, Refused, Reserve, Wanted
 from pd.runtime.wire.values import Handle, Role, Stage, Ticket
 
 RETRY_AFTER_S = 1.0
@@ -44,6 +46,8 @@ class Deadlines:
     """Between tokens. Not below land_s: a token moves its deadline later without touching the timetable."""
     gap_s: float = 3.0
     """Later tokens are here and an earlier one is missing: it was lost, or a link reconnects."""
+    wanted_s: float = 1.0
+    """Between two lists of all that is wanted of an instance. It says after two what it never got."""
     beat_timeout_s: float = 3.0
     """Silence until an instance is suspect: three beats."""
     dead_after_s: float = 10.0
@@ -62,6 +66,7 @@ class Dispatch:
         self._members = members
         self._effects = effects
         self._timetable = Timetable()
+        self._list_at = -math.inf
 
     def queue(self, answer: Answer, now: float) -> None:
         """Begin an attempt, or have the request wait in the order of arrival."""
@@ -93,7 +98,7 @@ class Dispatch:
             seconds = self._deadlines.prefill_s
             tokens = tuple(answer.known)
             message = Prefill(answer.handle, tokens, answer.num_prompt, answer.sampling, ticket, seconds, hands_off)
-        self._effects.append(Send(answer.prefill.name, message))
+        self._ask(answer, answer.prefill, message)
         self._watch(answer, now + seconds)
 
     def emit(
@@ -208,6 +213,15 @@ class Dispatch:
             else:
                 self._timetable.watch(request_id, answer.look_at)
         self.pump(now)
+        if now >= self._list_at:
+            self._list_at = now + self._deadlines.wanted_s
+            self._list()
+
+    def missing(self, member: Member, handle: Handle, now: float) -> None:
+        """`member` does not have what is wanted of it."""
+        answer = self.find(member, handle)
+        if answer is not None and member in answer.asked and not answer.is_handed(member):
+            self.fail(answer, member, answer.stage, reason="it is not there: a message was lost", now=now)
 
     def check(self) -> None:
         for request_id, answer in self.answers.items():
@@ -216,6 +230,7 @@ class Dispatch:
             is_placed = answer.prefill is not None or answer.decode is not None
             assert is_placed == (answer.state is not State.QUEUED), f"{handle} is {answer.state}"
             assert answer.num_left > 0, f"{handle} has all its tokens and goes on"
+            assert set(answer.asked) <= {answer.prefill, answer.decode}, f"{handle} was asked of others"
         self.waiting.check([answer for answer in self.answers.values() if answer.state is State.QUEUED])
         self._timetable.check({request_id: answer.look_at for request_id, answer in self.answers.items()})
 
@@ -234,8 +249,23 @@ class Dispatch:
             deadline_s=limits.reserve_s + prefill_s + limits.land_s,
             is_pull=self._config.direction == "pull",
         )
-        self._effects.append(Send(answer.decode.name, reserve))
+        self._ask(answer, answer.decode, reserve)
         self._watch(answer, now + limits.reserve_s)
+
+    def _ask(self, answer: Answer, member: Member, message: Reserve | Prefill | Deliver) -> None:
+        if member not in answer.asked:
+            answer.asked.append(member)
+        self._effects.append(Send(member.name, message))
+
+    def _list(self) -> None:
+        """Tell each instance all that is wanted of it."""
+        must: dict[Member, list[Handle]] = {member: [] for member in self._members}
+        handed: dict[Member, list[Handle]] = {member: [] for member in self._members}
+        for answer in self.answers.values():
+            for member in answer.asked:
+                (handed if answer.is_handed(member) else must)[member].append(answer.handle)
+        for member, handles in must.items():
+            self._effects.append(Send(member.name, Wanted(tuple(handles), tuple(handed[member]))))
 
     def _cancel(self, answer: Answer, reason: str, knows: Member | None = None) -> None:
         """Let the instances go, and tell all but `knows`."""

@@ -33,14 +33,14 @@ class Greeter:
         self._complain_at = now + self._deadlines.unreachable_s
         return [Send(ROUTER, self._hello)]
 
-    def tick(self, load: Callable[[], Load], now: float) -> list[Effect]:
+    def tick(self, load: Callable[[], Load], now: float, *, is_draining: bool) -> list[Effect]:
         if self._hello_at is None:
             return self.introduce(now)
         effects: list[Effect] = []
         if self._is_welcome:
             if now >= self._beat_at:
                 self._beat_at = now + self._deadlines.beat_s
-                effects.append(Send(ROUTER, Beat(load())))
+                effects.append(Send(ROUTER, Beat(load(), is_draining)))
             return effects
         if now >= self._hello_at:
             self._hello_at = now + self._deadlines.hello_s

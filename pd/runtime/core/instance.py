@@ -5,6 +5,7 @@ Rules
 2. A message of an old life, of an old attempt, or not for this role is dropped with a stamp, never with a fault.
 3. Whatever a part waits for has a deadline, looked at in `Tick`.
 4. A Stop or Cancel for what was never heard of is remembered: when it comes after all, it is not begun.
+5. Every message may be lost: docs/protocol.md says of each who says it again, or who finds out.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from pd.runtime.core.events import (
 from pd.runtime.core.greeter import Greeter
 from pd.runtime.core.parts import Parts
 from pd.runtime.core.settings import BrainSettings, Deadlines
+from pd.runtime.core.wants import Wants
 from pd.runtime.core.work import Work
 from pd.runtime.wire.messages import (
     AnyMessage,
@@ -41,6 +43,7 @@ from pd.runtime.wire.messages import (
     Deliver,
     DrainInstance,
     Fenced,
+    Heard,
     Hello,
     Landed,
     Peers,
@@ -53,6 +56,7 @@ from pd.runtime.wire.messages import (
     Renewed,
     Reserve,
     Stop,
+    Wanted,
     Welcome,
     WhoAreYou,
 )
@@ -69,6 +73,7 @@ class InstanceBrain:
         self._me = Peer(hello.worker, hello.epoch)
         self._parts = Parts(settings, hello.role, self._me)
         self._work = Work(settings, self._parts)
+        self._wants = Wants(self._parts, self._work)
         self._attempts = Attempts()
         self._greeter = Greeter(hello, settings.deadlines)
         self._draining: str | None = None  # why
@@ -90,6 +95,7 @@ class InstanceBrain:
             case _:
                 assert_never(event)
         effects += self._work.plan(now)
+        self._wants.note(effects)
         return self._exit_once(effects)
 
     def load(self) -> Load:
@@ -122,7 +128,8 @@ class InstanceBrain:
             case Welcome():
                 return self._greeter.welcome()
             case WhoAreYou():
-                return self._greeter.introduce(now) if self._draining is None else []
+                introduction = self._greeter.introduce(now)
+                return introduction if self._draining is None else [*introduction, Send(ROUTER, Bye(self._draining))]
             case Refusal(reason=reason, epoch=epoch):
                 return [Exit(reason, failed=True, refused=True)] if epoch in ("", self._me.epoch) else None
             case Peers(peers=peers):
@@ -141,6 +148,8 @@ class InstanceBrain:
                     self._attempts.stop(handle)
                 stamp = Stamp(str(handle), "cancelled", reason)
                 return [*(effects or []), Send(ROUTER, Cancelled(handle)), stamp]
+            case Wanted():
+                return self._wants.hear(message, now)
             case _:
                 return None
 
@@ -155,6 +164,8 @@ class InstanceBrain:
                     self._attempts.stop(handle)
                     effects = [Send(sender.name, Fenced(handle, "nothing of it is open"))]
                 return effects
+            case Heard(handle=handle) if prefill is not None:
+                return prefill.heard(sender, handle, now=now)
             case Renew() if offers is not None:
                 return offers.renew(sender, message, now=now)
             case Released(handle=handle) if offers is not None:
@@ -169,7 +180,11 @@ class InstanceBrain:
                 effects = inboxes.fenced(sender, handle, now=now)
             case _:
                 return None
-        return effects if effects is not None else [self._stale(handle, message)]
+        if effects is None:
+            effects = [self._stale(handle, message)]
+        if not isinstance(message, Renewed):  # the last word of a handoff
+            effects.append(Send(sender.name, Heard(handle)))
+        return effects
 
     def _reserve(self, message: Reserve, now: float) -> list[Effect] | None:
         inboxes = self._parts.inboxes
@@ -208,7 +223,7 @@ class InstanceBrain:
         return effects or []
 
     def _tick(self, now: float) -> list[Effect]:
-        effects = self._greeter.tick(self._parts.load, now)
+        effects = self._greeter.tick(self._parts.load, now, is_draining=self._draining is not None)
         if now >= self._sweep_at:
             self._sweep_at = now + self._settings.deadlines.sweep_s
             effects += self._work.sweep(now)

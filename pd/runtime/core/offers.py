@@ -42,11 +42,11 @@ class Offers:
         num_tokens, page_size = len(outbox.request.tokens), self._settings.page_size
         fault = ticket_fault(ticket, num_tokens, me=self._me, links=self._links, page_size=page_size)
         if fault is not None:
-            effects: list[Effect] = [Send(ticket.decode, Fenced(handle, fault.reason))]
+            outbox.life = Peer(ticket.decode, ticket.epoch)  # who is to hear that nothing will be written
             if fault.is_apart:
-                effects.append(Send(ROUTER, Refused(handle, fault.reason, APART_S, fault.is_parted)))
-                return effects + (self._prefill.cancel(handle, fault.reason, now=now) or [])
-            return effects + self._prefill.fail(handle, fault.stage, reason=fault.reason, now=now)
+                refused = Send(ROUTER, Refused(handle, fault.reason, APART_S, fault.is_parted))
+                return [refused, *(self._prefill.cancel(handle, fault.reason, now=now) or [])]
+            return self._prefill.fail(handle, fault.stage, reason=fault.reason, now=now)
         self._outboxes.assign(outbox, ticket)
         jobs = self._outboxes.write(outbox, stop=num_tokens)
         moves: list[Effect] = [Order(Transfer(tuple(jobs)))] if jobs else []

@@ -5,6 +5,7 @@ Rules
 2. A job covers whole pages of both sides (units of the least common multiple); the last one ends with the prompt.
 3. A table of pages in a handoff is given back by FREE and by nothing else.
 4. What decode reads is offered once, whole, and kept for `lease_s` from each Renew that is heard.
+5. A handoff whose last word is not known to be heard holds nothing, and has a deadline.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ from pd.transfer import handoff
 from pd.transfer.handoff import OUTBOX, Event, OutboxState
 
 
+_SAID = (OutboxState.LANDED, OutboxState.FENCED)
+
+
 @dataclass(slots=True, eq=False)
 class Outbox:
     request: Request
@@ -40,7 +44,13 @@ class Outbox:
     deadline: float | None = None
     first: Token | None = None
     reason: str = ""  # why it is fenced
+    remind_at: float = math.inf  # when the last word is said again
     renewed_at: float = 0.0  # the peer's time in its latest Renew
+
+    @property
+    def is_said(self) -> bool:
+        """Only the peer's answer to its last word is waited for."""
+        return self.state in _SAID
 
 
 class Outboxes:
@@ -116,11 +126,15 @@ class Outboxes:
         """Let `event` happen, and DRAINED too if nothing is under way."""
         before = outbox.state
         outbox.state, todo = handoff.step(OUTBOX, before, event)
+        if outbox.life is None:  # nobody was promised anything, and nobody will answer
+            outbox.state, _ = handoff.step(OUTBOX, outbox.state, Event.HEARD)
         if outbox.state is not before:
             self._set_deadline(outbox, now)
         effects: list[Effect] = []
         for effect in todo:
             effects += self._do(outbox, effect, now=now)
+        if outbox.is_said:
+            outbox.remind_at = now + self._settings.deadlines.remind_s
         if outbox.state is OutboxState.DONE:
             self._outboxes.pop(outbox.request.handle, None)
         elif event is not Event.DRAINED:
@@ -160,6 +174,8 @@ class Outboxes:
                 outbox.deadline = now + deadlines.holding_s
             case OutboxState.OFFERED:
                 outbox.deadline = now + deadlines.lease_s
+            case OutboxState.LANDED | OutboxState.FENCED:
+                outbox.deadline = now + deadlines.heard_s
             case OutboxState.WITHDRAWN:
                 pass  # what is left of the lease
             case OutboxState.QUEUED | OutboxState.COMPUTING | OutboxState.DONE:
@@ -178,8 +194,9 @@ class Outboxes:
         match effect:
             case handoff.Effect.SEND_LANDED:
                 assert outbox.first is not None, f"{request.handle} drained before its first token"
-                landed = Landed(request.handle, len(request.tokens), outbox.first)
-                return [Send(life.name, landed), Stamp(str(request.handle), "drained", f"to {life.name}")]
+                landed = Send(life.name, Landed(request.handle, len(request.tokens), outbox.first))
+                is_news = outbox.remind_at == math.inf
+                return [landed, Stamp(str(request.handle), "drained", f"to {life.name}")] if is_news else [landed]
             case handoff.Effect.SEND_FENCED:
                 return [Send(life.name, Fenced(request.handle, outbox.reason))]
             case handoff.Effect.SEND_READY:

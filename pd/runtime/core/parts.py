@@ -23,7 +23,7 @@ from pd.runtime.core.prompts import Prompts
 from pd.runtime.core.reads import Reads
 from pd.runtime.core.request import Request
 from pd.runtime.core.settings import BrainSettings
-from pd.runtime.wire.values import Load, Role
+from pd.runtime.wire.values import Handle, Load, Role
 from pd.transfer.handoff import InboxState
 
 
@@ -81,6 +81,17 @@ class Parts:
             self._settings.num_pages,
             num_tokens,
         )
+
+    def held(self) -> dict[Handle, None]:
+        """Attempts that are served here; not those that were given up, and whose pages wait for a peer or a rank."""
+        handles: dict[Handle, None] = {}  # a set in order
+        if self.decode is not None:
+            handles |= dict.fromkeys(request.handle for request in self.decode)
+        if self.inboxes is not None:
+            handles |= dict.fromkeys(inbox.reserve.handle for inbox in self.inboxes if inbox.is_wanted)
+        if self.prefill is not None:
+            handles |= dict.fromkeys(self.prefill.held())
+        return handles
 
     def is_done(self) -> bool:
         """No request and no handoff is left but those whose pages are quarantined."""

@@ -8,6 +8,8 @@ Rules
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from pd.runtime.core.decode import DecodePart
 from pd.runtime.core.entry import Fault, misfit, refuse, ticket_fault
 from pd.runtime.core.events import ROUTER, Effect, Peer, Send, Stamp
@@ -22,8 +24,14 @@ from pd.runtime.wire.plans import WriteDone
 from pd.runtime.wire.values import Handle, Stage, Token
 from pd.transfer.handoff import Event, OutboxState
 
-_OVER = (OutboxState.STOPPING, OutboxState.ABANDONED, OutboxState.WITHDRAWN)
-"""States of an attempt whose end the router was told."""
+_OVER = (
+    OutboxState.STOPPING,
+    OutboxState.ABANDONED,
+    OutboxState.WITHDRAWN,
+    OutboxState.LANDED,
+    OutboxState.FENCED,
+)
+"""States of an attempt whose end here the router was told, or need not be."""
 
 
 class PrefillPart:
@@ -45,6 +53,14 @@ class PrefillPart:
         self.prompts = prompts
         self.outboxes = outboxes
         self._links = links
+
+    def held(self) -> Iterator[Handle]:
+        """Attempts that are served here; not those whose end here the router was told."""
+        yield from self.prompts.waiting
+        yield from self.prompts.computing
+        for outbox in self.outboxes:
+            if outbox.state not in _OVER:
+                yield outbox.request.handle
 
     def submit(self, message: Prefill, now: float) -> list[Effect]:
         """Queue a request, or fail it at once saying why."""
@@ -83,10 +99,17 @@ class PrefillPart:
             return None
         if outbox.life not in (sender, None):
             return [Stamp(str(handle), "stale", f"Stop from {sender.name}, epoch {sender.epoch}")]
+        if outbox.is_said:
+            return self.outboxes.move(outbox, Event.REMIND, now=now)
         effects = self.fail(handle, Stage.TRANSFER, reason=f"{sender.name} stopped it", now=now)
         if outbox.life is None:  # its ticket is under way, or was lost: it will not be obeyed
             effects.append(Send(sender.name, Fenced(handle, "it was stopped before its ticket came")))
         return effects
+
+    def heard(self, sender: Peer, handle: Handle, *, now: float) -> list[Effect]:
+        """The peer knows how the handoff ended."""
+        outbox = self.outboxes.find(handle)
+        return self.outboxes.move(outbox, Event.HEARD, now=now) if outbox and outbox.life == sender else []
 
     def fill(self, step: Step, now: float) -> list[Effect]:
         """Plan chunks, and the writes of what they complete."""
@@ -144,6 +167,8 @@ class PrefillPart:
         for outbox in self.outboxes:
             if outbox.deadline is not None and now >= outbox.deadline:
                 effects += self._overdue(outbox, now)
+            elif now >= outbox.remind_at:
+                effects += self.outboxes.move(outbox, Event.REMIND, now=now)
         return effects
 
     def fail(self, handle: Handle, stage: Stage, *, reason: str, now: float, event: Event = Event.STOP) -> list[Effect]:
@@ -200,9 +225,9 @@ class PrefillPart:
         if state not in _OVER:
             return self.fail(handle, Stage.TRANSFER, reason=reason, now=now, event=Event.TIMEOUT)
         effects = self.outboxes.move(outbox, Event.TIMEOUT, now=now)  # frees what was withdrawn, or orders to sever
-        if state is OutboxState.WITHDRAWN or outbox.life is None:
-            return effects
-        return effects + self.unreachable(outbox.life, reason, now=now)
+        if state in (OutboxState.STOPPING, OutboxState.ABANDONED) and outbox.life is not None:
+            effects += self.unreachable(outbox.life, reason, now=now)
+        return effects
 
     def _fail_all(self, life: Peer, event: Event, *, reason: str, now: float) -> list[Effect]:
         effects: list[Effect] = []

@@ -2,7 +2,8 @@
 
 Rules
 1. Messages of a life that membership does not know go no further than `_receive`; those of an attempt that is
-   over go no further than `Dispatch.find`. An instance that still works for such an attempt is told to stop.
+   over go no further than `Dispatch.find`. An instance that still works for such an attempt hears it with the next
+   Wanted.
 2. Every request gets exactly one ending: an Emit with `finish`, an End, or its own Abandon.
 """
 
@@ -34,17 +35,17 @@ from pd.runtime.wire.messages import (
     AnyMessage,
     Beat,
     Bye,
-    Cancel,
     Cancelled,
     DrainInstance,
     Failed,
     FirstToken,
     Hello,
+    Missing,
     Refused,
     Reserved,
     Tokens,
 )
-from pd.runtime.wire.values import Finish, Handle, ModelCard, Role, Stage
+from pd.runtime.wire.values import Handle, ModelCard, Role, Stage
 
 
 class RouterBrain:
@@ -156,9 +157,7 @@ class RouterBrain:
                 self._first_token(member, message, now)
             case Reserved(handle, ticket):
                 answer = self._dispatch.find(member, handle)
-                if answer is None:
-                    self._stop(member, handle)
-                elif answer.state in (State.RESERVING, State.HANDING):
+                if answer is not None and answer.state in (State.RESERVING, State.HANDING):
                     self._dispatch.instruct(answer, ticket, now)
             case Refused(handle):
                 answer = self._dispatch.find(member, handle)
@@ -170,19 +169,24 @@ class RouterBrain:
                 answer = self._dispatch.find(member, handle)
                 if answer is not None:
                     self._dispatch.fail(answer, member, answer.stage, reason="cancelled there", now=now)
-            case Beat(load):
+            case Missing(handles):
+                for handle in handles:
+                    self._dispatch.missing(member, handle, now)
+            case Beat(load, is_draining):
                 self._effects += self._members.beat(member, load, now)
+                if is_draining:
+                    self._drains(member, "it says so with its beats")
             case Bye(reason, is_gone):
                 if is_gone:
                     self._dispatch.let_go_of_drained(member)
                     self._apply(self._members.leave(member, reason, now), now)
-                elif member.move(Sign.BYE):
-                    self._effects.append(Stamp(member.name, "draining", reason))
+                else:
+                    self._drains(member, reason)
             case _:
                 self._effects.append(Stamp(member.name, "nonsense", type(message).__name__))
 
     def _first_token(self, member: Member, message: FirstToken, now: float) -> None:
-        answer = self._streaming(member, message.handle, message.finish)
+        answer = self._streaming(member, message.handle)
         if answer is None:
             return
         answer.course.first(now, message.prefill_s)
@@ -191,7 +195,7 @@ class RouterBrain:
 
     def _tokens(self, member: Member, message: Tokens, now: float) -> None:
         for progress in message.progress:
-            answer = self._streaming(member, progress.handle, progress.finish)
+            answer = self._streaming(member, progress.handle)
             if answer is None:
                 continue
             if answer.state is State.DECODING:
@@ -201,14 +205,10 @@ class RouterBrain:
             piece = answer.accept(progress.position, progress.tokens, progress.finish)
             self._dispatch.emit(answer, piece, member, cached_tokens=None, now=now)
 
-    def _streaming(self, member: Member, handle: Handle, finish: Finish | None) -> Answer | None:
-        """The answer that tokens of this attempt belong to. If it is over, `member` is told so."""
+    def _streaming(self, member: Member, handle: Handle) -> Answer | None:
+        """The answer that tokens of this attempt belong to."""
         answer = self._dispatch.find(member, handle)
-        if answer is None:
-            if finish is None:
-                self._stop(member, handle)
-            return None
-        return answer if answer.state is not State.RESERVING else None
+        return answer if answer is not None and answer.state is not State.RESERVING else None
 
     def _failed(self, member: Member, message: Failed, now: float) -> None:
         answer = self._dispatch.find(member, message.handle)
@@ -225,9 +225,9 @@ class RouterBrain:
             why = f"{member.name} failed in stage {stage.value}: {reason}"
             self._dispatch.end(answer, why, now, status=500, knows=member)
 
-    def _stop(self, member: Member, handle: Handle) -> None:
-        """It works for an attempt that is over: our Cancel was lost, or crossed its message."""
-        self._effects.append(Send(member.name, Cancel(handle, "this attempt is over")))
+    def _drains(self, member: Member, reason: str) -> None:
+        if member.move(Sign.BYE):
+            self._effects.append(Stamp(member.name, "draining", reason))
 
     def _apply(self, changes: Changes, now: float) -> None:
         self._effects += changes.effects

@@ -25,12 +25,14 @@ class Deadlines:
     """Without any write job ending, once the handoff is given up: then the peer is cut off, so that they fail."""
     fencing_s: float = 30.0
     """For a Fenced: two steps of prefill may have to end first, and then their writes (`stopping_s`)."""
-    holding_s: float = 30.0
-    """For the ticket, once the prompt is computed: decode is asked at once, and the router gives up after as long."""
+    heard_s: float = 10.0
+    """For Heard, after Landed or Fenced: as long as one that is silent counts as living."""
+    holding_s: float = 6.0
+    """For the ticket, once the prompt is computed: decode is asked at once, and has 2 s. Then a message was lost."""
     lease_s: float = 6.0
     """From one Renew to the last moment at which offered pages may be read: a dozen Renews."""
     remind_s: float = 0.5
-    """Between two Stops, and between two Renews: a lost one costs no more."""
+    """Between two Stops, two Renews, two Landeds: a lost one costs no more."""
     sever_again_s: float = 2.0
     """Between two Severs of a peer that could not be severed: its process may have ended since."""
     vanished_s: float = 3.0

@@ -46,6 +46,7 @@ class Refusal(Message, frozen=True):
 
 class Beat(Message, frozen=True):
     load: Load
+    is_draining: bool = False  # a Bye may have been lost
 
 
 class WhoAreYou(Message, frozen=True):
@@ -123,6 +124,16 @@ class Cancel(Message, frozen=True):
     reason: str
 
 
+class Wanted(Message, frozen=True):
+    """All that the router wants of this worker, now and then: either may have missed a message of the other.
+
+    It comes after every message that gave or cancelled one of them. What is not listed is to be given up.
+    """
+
+    handles: tuple[Handle, ...]  # must be here
+    handed: tuple[Handle, ...] = ()  # may be: prefill hands them off, or has done so
+
+
 # ---- workers -> router ------------------------------------------------------------------------------------------
 
 
@@ -173,6 +184,12 @@ class Cancelled(Message, frozen=True):
     handle: Handle
 
 
+class Missing(Message, frozen=True):
+    """Wanted, and not here: they never came, or the word of their end was lost."""
+
+    handles: tuple[Handle, ...]
+
+
 # ---- prefill <-> decode -----------------------------------------------------------------------------------------
 
 
@@ -195,6 +212,12 @@ class Fenced(Message, frozen=True):
 
     handle: Handle
     reason: str
+
+
+class Heard(Message, frozen=True):
+    """decode -> prefill: Landed, or Fenced, is known. It is said again until this comes."""
+
+    handle: Handle
 
 
 class Ready(Message, frozen=True):
@@ -227,7 +250,7 @@ class Released(Message, frozen=True):
     handle: Handle
 
 
-ToRouter = Hello | Beat | Bye | DrainInstance | Reserved | Refused | FirstToken | Tokens | Failed | Cancelled
-FromRouter = Welcome | Refusal | WhoAreYou | Peers | DrainReport | Reserve | Prefill | Deliver | Cancel
-Handoff = Landed | Stop | Fenced | Ready | Renew | Renewed | Released
+ToRouter = Hello | Beat | Bye | DrainInstance | Reserved | Refused | FirstToken | Tokens | Failed | Cancelled | Missing
+FromRouter = Welcome | Refusal | WhoAreYou | Peers | DrainReport | Reserve | Prefill | Deliver | Cancel | Wanted
+Handoff = Landed | Stop | Fenced | Heard | Ready | Renew | Renewed | Released
 AnyMessage = ToRouter | FromRouter | Handoff | ToRank | FromRank
