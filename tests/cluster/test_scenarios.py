@@ -55,7 +55,8 @@ def test_after_lost_completions_all_is_as_fast_as_before() -> None:
 
 
 def test_overload_is_told_early_with_a_time_to_come_back() -> None:
-    """Twice as many as may wait, and pages for two: some are served, the others hear 429 or 503 within queue_s."""
+    """Twice as many as may wait, and pages for two: some are served, most hear 429 as soon as decode has refused them,
+    the others 503 within queue_s."""
     asks = [ask(f"r{n}", 0.3 + 0.005 * n, 30, 30) for n in range(140)]
     world = staged((prefill("p0"), decode("d0", num_pages=32)), asks)
     endings = [world.clients.ending(each.request_id) for each in asks]
@@ -64,7 +65,7 @@ def test_overload_is_told_early_with_a_time_to_come_back() -> None:
     at_once = [
         each for each, ending in zip(asks, endings, strict=True) if isinstance(ending, End) and ending.status == 429
     ]
-    assert len(at_once) > 40 and max(world.clients.took_s(each.request_id) for each in at_once) == 0.0
+    assert len(at_once) > 40 and max(world.clients.took_s(each.request_id) for each in at_once) < 0.1
     others = [each for each, ending in zip(asks, endings, strict=True) if getattr(ending, "status", 0) == 503]
     assert max(world.clients.took_s(each.request_id) for each in others) < 5.5  # queue_s is 5.0
     assert sum(isinstance(ending, Finish) for ending in endings) >= 8

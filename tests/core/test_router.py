@@ -276,6 +276,20 @@ def test_the_queue_is_bounded_in_length_and_in_time() -> None:
     assert "full" in bench.endings_of("a")[0].reason and bench.brain.is_idle()
 
 
+def test_of_a_burst_that_comes_back_those_beyond_the_bound_are_turned_away_at_once_the_last_first() -> None:
+    bench = pair_bench(config=RouterConfig(max_queue=2))
+    decoding(bench, "streams", max_tokens=9)
+    burst = [only_reserve(bench.submit(name))[1].handle for name in "abcd"]
+    for handle in burst:
+        bench.hear("d0", Refused(handle, "16 requests wait already", 60.0))
+    for name in "cd":
+        [end] = bench.endings_of(name)
+        assert isinstance(end, End) and (end.status, end.retry_after_s) == (429, 1.0) and "16 requests" in end.reason
+    assert not bench.endings_of("a") and not bench.endings_of("b")
+    bench.wait(3.2, beating=["p0"])  # d0 is suspect, and what it decoded waits too
+    assert [len(bench.endings_of(name)) for name in ("streams", "a", "b")] == [0, 0, 1]
+
+
 def test_without_an_instance_of_a_role_the_answer_names_it() -> None:
     bench = Bench()
     bench.submit("a")

@@ -76,6 +76,9 @@ class Dispatch:
         if answer.ready_at > now:
             self._timetable.watch(answer.request_id, answer.ready_at)
         self.pump(now)
+        while (last := self.waiting.over(self._config.max_queue)) is not None:
+            reason = f"{self._config.max_queue} requests wait already, and no more may; {last.last_reason}"
+            self.end(last, reason, now, status=429)
 
     def find(self, member: Member, handle: Handle) -> Answer | None:
         """The answer whose current attempt this is, at this instance."""
@@ -181,7 +184,7 @@ class Dispatch:
         `knows`: the instance that ended it by itself, and need not be told."""
         self._effects.append(Stamp(str(answer.handle), "ended", reason))
         if status is not None:
-            retry_after_s = RETRY_AFTER_S if status == 503 else None
+            retry_after_s = RETRY_AFTER_S if status in (429, 503) else None
             self._effects.append(End(answer.request_id, status, reason, retry_after_s))
         if answer.state is State.QUEUED:
             self.waiting.remove(answer)

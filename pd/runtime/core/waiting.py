@@ -4,6 +4,7 @@ Rules
 1. The order is that of arrival, whatever an attempt went through since: who comes back takes its old place.
 2. One that waits for room holds up those behind it, because nobody asks the instance that refused it for a
    while: so small requests do not starve a large one. One that rests before its next attempt holds up nobody.
+3. A burst is asked for at once, and most of it may come back: then who came last is turned away first.
 """
 
 from __future__ import annotations
@@ -33,6 +34,12 @@ class Waiting:
         index = bisect.bisect_left(self._answers, answer.order, key=_order)
         assert self._answers[index] is answer, f"{answer.handle} does not wait"
         del self._answers[index]
+
+    def over(self, most: int) -> Answer | None:
+        """Who has to go because more than `most` wait: the last to come that has got no token yet."""
+        if len(self._answers) <= most:
+            return None
+        return next((answer for answer in reversed(self._answers) if len(answer.known) == answer.num_prompt), None)
 
     def place(self, members: Iterable[Member], now: float) -> Iterator[tuple[Answer, Pair]]:
         """Take out those that can go, each with its pair. The caller begins each before the next."""
