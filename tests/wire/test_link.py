@@ -11,6 +11,7 @@ import pytest
 import zmq
 
 from pd.runtime.core.events import Peer, Received
+from pd.runtime.wire.codec import encode
 from pd.runtime.wire.link import Hub, LinkError, Spoke
 from pd.runtime.wire.messages import Cancel, Welcome, WhoAreYou
 from pd.runtime.wire.values import Handle
@@ -88,6 +89,30 @@ def test_frames_that_are_no_message_are_dropped_and_the_next_is_heard(context: z
     assert hub.num_dropped >= 1
     spoke.close()
     hub.close()
+
+
+def test_a_message_of_many_frames_is_one_that_is_dropped_at_either_end(
+    context: zmq.Context[zmq.Socket[bytes]],
+) -> None:
+    hub = Hub(context, "tcp://127.0.0.1:*")
+    spoke = Spoke(context, hub.address, me=WORKER, hub=ROUTER, queue=True)
+    good = encode(CANCEL)
+    spoke.socket.send_multipart([good] * 5000)
+    spoke.send(CANCEL)
+    heard = None
+    while heard is None:
+        assert hub.socket.poll(5000)
+        heard = hub.receive()
+    assert heard == Received(WORKER, CANCEL) and hub.num_dropped == 1 and hub.receive() is None
+    hub.socket.send_multipart([b"prefill-0\x1fe1", *[good] * 5000])
+    hub.send(Welcome(), WORKER)
+    heard = None
+    while heard is None:
+        assert spoke.socket.poll(5000)
+        heard = spoke.receive()
+    assert heard.message == Welcome() and spoke.num_dropped == 1 and spoke.receive() is None
+    hub.close()
+    spoke.close()
 
 
 def test_without_a_queue_nothing_old_is_said_to_a_late_hub(context: zmq.Context[zmq.Socket[bytes]]) -> None:

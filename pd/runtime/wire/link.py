@@ -4,7 +4,8 @@ Rules
 1. One thread owns a link. Nothing here blocks: a message that cannot go now is dropped and counted; deadlines in the
    brains speak of what is lost, never the link.
 2. A sender's routing id is its Peer (name and epoch), so a restarted process is another sender.
-3. A frame that is no message is dropped and counted. It never raises out of `receive`.
+3. A frame that is no message is dropped and counted, and so is a message of more than one frame, however many.
+   It never raises out of `receive`.
 4. With a Lock the other end has proven that it holds the cluster's key; `refused` tells of those that could not.
 """
 
@@ -65,11 +66,11 @@ class Hub:
         """The next message, or None when none waits."""
         while True:
             try:
-                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+                routing_id, *parts = _parts(self.socket, 2)
             except zmq.Again:
                 return None
             try:
-                routing_id, frame = frames
+                (frame,) = parts
                 return Received(_peer(routing_id), decode(frame))
             except (WireError, ValueError):
                 self.num_dropped += 1
@@ -129,12 +130,13 @@ class Spoke:
     def receive(self) -> Received | None:
         while True:
             try:
-                frame = self.socket.recv(zmq.NOBLOCK)
+                parts = _parts(self.socket, 1)
             except zmq.Again:
                 return None
             try:
+                (frame,) = parts
                 return Received(self.hub, decode(frame))
-            except WireError:
+            except (WireError, ValueError):
                 self.num_dropped += 1
 
     def refused(self) -> str | None:
@@ -165,6 +167,16 @@ def _set_limits(socket: zmq.Socket[bytes]) -> None:
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
     socket.setsockopt(zmq.HEARTBEAT_IVL, 2_000)  # ms; a connection that swallows packets is closed after three
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 6_000)
+
+
+def _parts(socket: zmq.Socket[bytes], num_parts: int) -> list[bytes]:
+    """The next message's parts. Of one that has more, one more; the rest is read and forgotten, part by part."""
+    parts = [socket.recv(zmq.NOBLOCK)]
+    while socket.getsockopt(zmq.RCVMORE):
+        part = socket.recv(zmq.NOBLOCK)
+        if len(parts) <= num_parts:
+            parts.append(part)
+    return parts
 
 
 def _routing_id(peer: Peer) -> bytes:
