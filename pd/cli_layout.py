@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
@@ -17,13 +19,14 @@ from pd.runtime.checkpoint import resolve, served_name
 from pd.runtime.config import ConfigError, LinkConfig
 from pd.runtime.engine.spec import read_spec
 from pd.runtime.roles.child import Child
-from pd.runtime.roles.supervisor import ServeConfig, claim_port
+from pd.runtime.roles.supervisor import ServeConfig, claim_port, hold_port
 from pd.runtime.wire.values import Role
 
 _KEYS = ("tp", "name", "num-pages", "threads", "cores")
 _ROUTERS_OWN = ("host", "api_key_file", "deadline", "direction", "max_attempts", "reserve")
 _NUMBERS = ("tp", "num-pages", "threads")
 _MEMBERSHIP_PORT = urlsplit(LinkConfig().router).port or 0
+_MAX_TRIES = 16
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 _GPU_NODES = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
 
@@ -39,7 +42,7 @@ def serve_config(options: ServeOptions) -> ServeConfig:
     _check_shapes(instances, read_spec(folder).num_query_heads)
     model = str(folder)
     name = options.served_name or served_name(options.model)
-    meeting = f"tcp://127.0.0.1:{_membership_port()}"
+    keeper, meeting = _meeting()
     processes = [
         replace(router, model=model, served_name=name, router=meeting, port=port),
         *(replace(instance, model=model, served_name=name, router=meeting) for instance in instances),
@@ -51,6 +54,7 @@ def serve_config(options: ServeOptions) -> ServeConfig:
         model=name,
         restart=options.restart == "always",
         api_key_file=options.api_key_file,
+        keeper=keeper,
     )
 
 
@@ -182,12 +186,15 @@ def _gpus(instances: Sequence[LaunchOptions]) -> list[dict[str, str]]:
     return [{} if _is_cpu(instance.device) else next(shares) for instance in instances]
 
 
-def _membership_port() -> int:
-    """The default one, so that `pd launch` finds this router too; any free one where it is taken."""
-    try:
-        return claim_port("127.0.0.1", _MEMBERSHIP_PORT)
-    except ConfigError:
-        return claim_port("127.0.0.1", 0)
+def _meeting() -> tuple[socket.socket, str]:
+    """Where instances meet the router: at the default port, so that `pd launch` finds it too; at any free one where
+    that is taken, or about to be: another's router there would take our instances for its own."""
+    for wanted in (_MEMBERSHIP_PORT, *[0] * _MAX_TRIES):
+        with contextlib.suppress(ConfigError):
+            port = claim_port("127.0.0.1", wanted)
+            if (keeper := hold_port(port)) is not None:
+                return keeper, f"tcp://127.0.0.1:{port}"
+    raise ConfigError("no free port for instances to meet the router", hint="end what holds the ports of 127.0.0.1")
 
 
 def _is_cpu(device: str) -> bool:

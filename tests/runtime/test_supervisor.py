@@ -14,6 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from pd import cli_layout
+
 ROUTER = """
 import http.server, logging, sys
 class Answer(http.server.BaseHTTPRequestHandler):
@@ -222,3 +224,18 @@ def test_children_are_told_to_end_when_the_supervisor_is_killed(tmp_path: Path, 
     serve.process.kill()
     serve.process.wait()
     assert gone(family, within_s=5.0)
+
+
+def test_two_that_start_together_have_their_instances_meet_at_different_ports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither router listens yet, so the port looks free to both."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    monkeypatch.setattr(cli_layout, "_MEMBERSHIP_PORT", port)
+    one, meets_at = cli_layout._meeting()
+    other, elsewhere = cli_layout._meeting()
+    assert meets_at == f"tcp://127.0.0.1:{port}" != elsewhere
+    one.close()
+    other.close()
+    again, meets_at = cli_layout._meeting()
+    assert meets_at == f"tcp://127.0.0.1:{port}"
+    again.close()

@@ -54,6 +54,8 @@ class ServeConfig:
     """As clients say it."""
     restart: bool
     api_key_file: str | None = None
+    keeper: socket.socket | None = None
+    """See hold_port: of where instances meet the router."""
 
 
 def run(config: ServeConfig) -> int:
@@ -79,6 +81,21 @@ def claim_port(host: str, port: int) -> int:
                 hint="choose another --port, or 0 for any free one",
             ) from error
         return int(probe.getsockname()[1])
+
+
+def hold_port(port: int) -> socket.socket | None:
+    """Keep `port` of this machine for our router, which binds it later. None: another `pd serve` keeps it.
+
+    Until closed, or this process ends. It is a name that only one can have: holding the port itself would keep our own
+    router out. Linux only.
+    """
+    keeper = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        keeper.bind(f"\0pd-serve-{port}")
+    except OSError:
+        keeper.close()
+        return None
+    return keeper
 
 
 class Supervisor:
