@@ -25,6 +25,7 @@ HAPPENED = {
     "drain under load": 100,
     "duplicate": 500,
     "exit": 500,
+    "hung up": 500,
     "join under load": 500,
     "kill": 500,
     "kill at an event": 200,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from pd.runtime.config import RouterConfig, StepConfig
 from pd.runtime.core import dispatch, settings
-from pd.runtime.core.events import ROUTER, Drain, Emit, End, Event, Peer, Received
+from pd.runtime.core.events import ROUTER, Drain, Emit, End, Event, HungUp, Peer, Received
 from pd.runtime.core.instance import InstanceBrain
 from pd.runtime.core.router import RouterBrain
 from pd.runtime.core.settings import BrainSettings
@@ -310,6 +310,8 @@ class World:
                 others = [strike.other] if strike.other else [n for n in self.shells if n != strike.target]
                 for other in others:
                     self.network.cut(strike.target, other, until)
+                if ROUTER in others and self._rng.random() < 0.3:
+                    self._hang_up(shell.life)
             case Blow.DRAIN:
                 self.happened["drain under load" if self.clients.num_open else "drain"] += 1
                 shell.hear(Drain("asked to"))
@@ -337,6 +339,8 @@ class World:
         if name == ROUTER:
             self.happened["router lost"] += 1
             self.clients.lose_router()
+        elif self._rng.random() < 0.5:  # else its host went, too, and no connection is closed
+            self._hang_up(shell.life)
         if strike.is_for_good:
             self.happened["death for good"] += 1
         elif math.isfinite(strike.seconds):
@@ -345,6 +349,11 @@ class World:
                 self.clock.at(until, self._start_router)
             else:
                 self.clock.at(until, self._start_instance, self._specs[name])
+
+    def _hang_up(self, life: Peer) -> None:
+        """The router sees its connection closed."""
+        self.happened["hung up"] += 1
+        self.clock.after(self._rng.expovariate(50.0), self._hear_router, HungUp(life))
 
     def _make_whole(self) -> None:
         self._say("world", "nothing fails any more")

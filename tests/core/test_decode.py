@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 from brains import EPOCH, PAGE, Instance, answer, hello, reserve_for, said, sample, streamed
 
-from pd.runtime.core.events import Effect, Exit, Peer
+from pd.runtime.core.events import Effect, Exit, Peer, Stamp
 from pd.runtime.wire.messages import (
     Cancel,
     Cancelled,
     Failed,
     Fenced,
+    Heard,
     Landed,
     Progress,
     Refused,
@@ -283,7 +284,9 @@ def test_landed_again_late_or_for_an_unknown_handle_is_dropped() -> None:
     me = decoder()
     request = reserve(me, 4, max_tokens=3)
     land(me, request)
-    assert [stamp.what for stamp in said(land(me, request), object)] == ["stale"]
+    effects = land(me, request)
+    assert [stamp.what for stamp in said(effects, Stamp)] == ["stale"]
+    assert said(effects, Heard) == [Heard(request.handle)], "else it would be said for ever"
     me.settle()
     for handle in (request.handle, Handle("unknown", 1)):
         assert said(me.peer(P, Landed(handle, 4, Token(1))), StepPlan) == []

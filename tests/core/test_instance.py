@@ -236,7 +236,7 @@ def test_draining_a_prefill_instance_fails_its_queue_and_ends_what_it_began() ->
     assert [each.retryable for each in late] == [True]
     effects = me.settle()
     assert [landed.handle for landed in said(effects, Landed)] == [begun.handle]
-    assert [exit.failed for exit in said(effects, Exit)] == [False]
+    assert [exit.failed for exit in said(me.effects, Exit)] == [False]
 
 
 def test_a_step_that_never_ends_ends_the_instance() -> None:

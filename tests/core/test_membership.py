@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from pd.runtime.core.events import Effect, End, Peer, Received, Send, Stamp, Tick
+from pd.runtime.core.events import Effect, End, HungUp, Peer, Received, Send, Stamp, Tick
 from pd.runtime.wire.messages import (
     Beat,
     Bye,
@@ -18,10 +18,11 @@ from pd.runtime.wire.messages import (
     Refusal,
     Refused,
     Reserve,
+    Wanted,
     Welcome,
     WhoAreYou,
 )
-from pd.runtime.wire.values import ModelCard, Role
+from pd.runtime.wire.values import Handle, ModelCard, Role
 from tests.core.routing import CARD, LAYOUT, Bench, decoding, hello, load, only_reserve, pair_bench, sent
 
 
@@ -162,6 +163,26 @@ def test_silence_makes_suspect_and_a_sound_makes_alive_again() -> None:
     bench.hear("d0", Beat(load()))
     assert bench.brain.missing() == ()
     assert only_reserve(bench.submit("b"))[0] == "d0"
+
+
+def test_one_that_hangs_up_is_suspect_at_once_and_alive_with_its_next_message() -> None:
+    bench = pair_bench()
+    bench.join(hello("d1", Role.DECODE))
+    name, _ = only_reserve(bench.submit("a"))
+    for nobody in (Peer("unknown", "1"), Peer(name, "0")):
+        assert bench.on(HungUp(nobody)) == []
+    elsewhere, again = only_reserve(bench.on(HungUp(bench.lives[name])))
+    assert {name, elsewhere} == {"d0", "d1"} and again.handle == Handle("a", 1)
+    assert bench.on(HungUp(bench.lives[name])) == [], "it is known"
+    bench.on(HungUp(bench.lives[elsewhere]))
+    assert bench.brain.missing() == (Role.DECODE,)
+    bench.hear(name, Beat(load()))
+    assert bench.brain.missing() == ()
+
+
+def test_when_somebody_hung_up_all_are_told_something_so_that_it_is_known_who() -> None:
+    bench = pair_bench()
+    assert [name for name, _ in sent(bench.on(HungUp()), Wanted)] == ["p0", "d0"]
 
 
 def test_longer_silence_is_death_and_that_life_cannot_come_back() -> None:

@@ -186,7 +186,7 @@ def test_the_last_word_of_a_handoff_is_said_again_until_it_is_heard(ends_well: b
         me.router(Cancel(request.handle, "left"))
     (said_first,) = said(me.settle(), word)
     assert me.brain.load().num_free_pages == 64 and not me.brain.is_idle()
-    assert said(me.wait(1.05), word) == [said_first] * 2
+    assert said(me.wait(1.3), word) == [said_first] * 2
     assert said(me.peer(Peer("d", "0"), Heard(request.handle)), object) == []  # another life
     assert said(me.peer(D, Stop(request.handle)), word) == [said_first]
     me.peer(D, Heard(request.handle))
@@ -199,10 +199,7 @@ def test_a_last_word_that_nobody_hears_ends_with_the_peer_or_by_its_deadline() -
         me.are_peers_deaf = True
         submit(me, 5)
         me.settle()
-        if is_peer_lost:
-            effects = me.meet(hello("d", Role.DECODE, epoch="2"))
-        else:
-            effects = me.wait(10.2)
+        effects = me.meet(hello("d", Role.DECODE, epoch="2")) if is_peer_lost else me.wait(10.2)
         assert me.brain.is_idle() and said(effects, Failed) == []
 
 

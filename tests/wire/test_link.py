@@ -50,11 +50,28 @@ def test_a_message_to_nobody_is_counted_and_harms_no_one(context: zmq.Context[zm
     spoke = Spoke(context, hub.address, me=WORKER, hub=ROUTER, queue=True)
     spoke.send(CANCEL)
     hear(hub)
-    hub.send(WhoAreYou(), Peer("nobody", "e9"), WORKER)
+    assert hub.send(WhoAreYou(), Peer("nobody", "e9"), WORKER) == [Peer("nobody", "e9")]
     assert hear(spoke).message == WhoAreYou()
     assert hub.num_dropped == 1
     hub.close()
     spoke.close()
+
+
+def test_who_hangs_up_is_known_by_the_next_message_to_it(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    hub = Hub(context, "tcp://127.0.0.1:*")
+    spoke = Spoke(context, hub.address, me=WORKER, hub=ROUTER, queue=True)
+    spoke.send(CANCEL)
+    hear(hub)
+    assert hub.refused() is None and not hub.has_lost() and hub.send(Welcome(), WORKER) == []
+    spoke.close()
+    deadline = time.monotonic() + 5.0
+    while not hub.has_lost():
+        assert time.monotonic() < deadline and hub.refused() is None
+        time.sleep(0.01)
+    assert not hub.has_lost(), "once"
+    while hub.send(Welcome(), WORKER) != [WORKER]:
+        assert time.monotonic() < deadline
+    hub.close()
 
 
 def test_a_restarted_worker_is_another_sender(context: zmq.Context[zmq.Socket[bytes]]) -> None:

@@ -218,7 +218,7 @@ class Dispatch:
         self.pump(now)
         if now >= self._list_at:
             self._list_at = now + self._deadlines.wanted_s
-            self._list()
+            self.list_wanted()
 
     def missing(self, member: Member, handle: Handle, now: float) -> None:
         """`member` does not have what is wanted of it."""
@@ -260,7 +260,7 @@ class Dispatch:
             answer.asked.append(member)
         self._effects.append(Send(member.name, message))
 
-    def _list(self) -> None:
+    def list_wanted(self) -> None:
         """Tell each instance all that is wanted of it."""
         must: dict[Member, list[Handle]] = {member: [] for member in self._members}
         handed: dict[Member, list[Handle]] = {member: [] for member in self._members}

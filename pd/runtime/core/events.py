@@ -65,6 +65,13 @@ class Abandon:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class HungUp:
+    """Router only: the connection to that life is closed. None: to somebody; a message to each will tell to whom."""
+
+    peer: Peer | None = None
+
+
 # ---- effects ----------------------------------------------------------------------------------------------------
 
 
@@ -142,5 +149,5 @@ class Exit:
     refused: bool = False
 
 
-Event = Received | Tick | Drain | Submit | Abandon
+Event = Received | Tick | Drain | Submit | Abandon | HungUp
 Effect = Send | Launch | Order | Emit | End | Stamp | Exit

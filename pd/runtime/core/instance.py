@@ -23,6 +23,7 @@ from pd.runtime.core.events import (
     Effect,
     Event,
     Exit,
+    HungUp,
     Peer,
     Received,
     Send,
@@ -90,7 +91,7 @@ class InstanceBrain:
                 effects = self._tick(now)
             case Drain(reason=reason):
                 effects = self._drain(reason, now)
-            case Submit() | Abandon():
+            case Submit() | Abandon() | HungUp():
                 effects = [self._unexpected(type(event).__name__, "this process")]
             case _:
                 assert_never(event)

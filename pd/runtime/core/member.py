@@ -23,6 +23,7 @@ class Standing(enum.Enum):
 class Sign(enum.Enum):
     HEARD = enum.auto()
     SILENT = enum.auto()  # for beat_timeout_s
+    HUNG_UP = enum.auto()  # its connection is closed: it has ended, or it connects again
     DEAD = enum.auto()  # silent for dead_after_s
     BYE = enum.auto()
     REPLACED = enum.auto()
@@ -32,6 +33,7 @@ S, G = Standing, Sign
 STANDINGS: dict[tuple[Standing, Sign], Standing] = {
     (S.SUSPECT, G.HEARD): S.ALIVE,
     (S.ALIVE, G.SILENT): S.SUSPECT,
+    (S.ALIVE, G.HUNG_UP): S.SUSPECT,
     (S.DRAINING, G.SILENT): S.GONE,  # it said it would go
     (S.ALIVE, G.DEAD): S.GONE,
     (S.SUSPECT, G.DEAD): S.GONE,

@@ -2,7 +2,8 @@
 
 Rules
 1. An instance is a name; a life of it is a (name, epoch). A new epoch of a name ends the old life at once.
-2. A silent instance is first SUSPECT: its requests are taken back, nothing new is sent; its peers keep it.
+2. A silent instance, or one that hung up, is first SUSPECT: its requests are taken back, nothing new is sent; its
+   peers keep it.
    Silent for longer it is gone: its peers cut it off, which they cannot undo, so that life may not come back.
 3. Whenever the instances of one role change, those of the other role are told the whole list.
 4. Silence is counted while this process listens: a pause of our own is nobody's silence.
@@ -122,6 +123,16 @@ class Membership:
         """It said itself that it has ended: nothing is waited for."""
         losses = [self._end(member, Sign.DEAD, f"{member.name} has left: {reason}")]
         return Changes([Stamp(member.name, "left", reason), *self._tell_others(member, now)], losses)
+
+    def hang_up(self, life: Peer) -> Changes:
+        """Its connection is closed: most likely it has ended. If not, its next message says so."""
+        member = self._members.get(life.name)
+        changes = Changes([], [])
+        if member is not None and member.peer == life and member.move(Sign.HUNG_UP):
+            reason = f"the connection of {member.name} is closed"
+            changes.losses.append(Loss(member, reason))
+            changes.effects.append(Stamp(member.name, "suspect", reason))
+        return changes
 
     def tick(self, now: float) -> Changes:
         changes = Changes([], [])

@@ -28,7 +28,6 @@ from pd.runtime.wire.values import Handle, Ticket, Token
 from pd.transfer import handoff
 from pd.transfer.handoff import OUTBOX, Event, OutboxState
 
-
 _SAID = (OutboxState.LANDED, OutboxState.FENCED)
 
 

@@ -22,9 +22,9 @@ from pd.runtime.core.events import (
     End,
     Event,
     Exit,
+    HungUp,
     Peer,
     Received,
-    Send,
     Stamp,
     Submit,
     Tick,
@@ -73,6 +73,10 @@ class RouterBrain:
                 answer = self._dispatch.answers.get(request_id)
                 if answer is not None:
                     self._dispatch.end(answer, f"abandoned: {reason}", now)
+            case HungUp(peer) if peer is not None:
+                self._apply(self._members.hang_up(peer), now)
+            case HungUp():
+                self._dispatch.list_wanted()
             case Drain(reason):
                 self._draining = reason
             case _:

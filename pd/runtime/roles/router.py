@@ -26,6 +26,7 @@ from pd.runtime.core.events import (
     End,
     Event,
     Exit,
+    HungUp,
     Launch,
     Order,
     Peer,
@@ -139,6 +140,8 @@ class Router:
             while True:
                 self._give(Tick())
                 complaints.say(self._hub.refused(), time.monotonic())
+                if self._hub.has_lost():
+                    self._give(HungUp())
                 self._metrics.linked(num_dropped=self._hub.num_dropped, num_refused=self._hub.num_refused)
                 await asyncio.sleep(_TICK_S)
         finally:
@@ -184,8 +187,8 @@ class Router:
     def _perform(self, effect: Effect, now: float) -> None:
         match effect:
             case Send(to=to, message=message):
-                if to in self._lives:
-                    self._hub.send(message, self._lives[to])
+                for peer in self._hub.send(message, self._lives[to]) if to in self._lives else ():
+                    asyncio.get_running_loop().call_soon(self._give, HungUp(peer))
             case Emit(request_id=request_id, finish=finish):
                 self._metrics.emitted(effect, now)
                 self._pass_on(request_id, effect, is_last=finish is not None)

@@ -54,13 +54,18 @@ class Hub:
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.num_dropped = 0
 
-    def send(self, message: AnyMessage, *to: Peer) -> None:
+    def send(self, message: AnyMessage, *to: Peer) -> list[Peer]:
+        """Returns those that are not connected."""
         frame = encode(message)
+        gone: list[Peer] = []
         for peer in to:
             try:
                 self.socket.send_multipart([_routing_id(peer), frame], zmq.NOBLOCK)
-            except zmq.ZMQError:  # EAGAIN: it lies too far behind; EHOSTUNREACH: it is gone
+            except zmq.ZMQError as error:  # EAGAIN: it lies too far behind
                 self.num_dropped += 1
+                if error.errno == zmq.EHOSTUNREACH:
+                    gone.append(peer)
+        return gone
 
     def receive(self) -> Received | None:
         """The next message, or None when none waits."""
@@ -82,6 +87,11 @@ class Hub:
         """Why someone who tried since the last call could not come in, in a sentence; None: nobody failed."""
         why = self._watch.look()
         return None if why is None else f"refused a connection at {self.address}: {why}"
+
+    def has_lost(self) -> bool:
+        """Whether a connection was closed since the last call, as `refused` has seen it. A send tells whose."""
+        has_lost, self._watch.has_lost = self._watch.has_lost, False
+        return has_lost
 
     @property
     def num_refused(self) -> int:

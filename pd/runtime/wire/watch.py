@@ -23,8 +23,10 @@ class Watch:
         self._socket = socket
         self._is_bound = is_bound
         self._has_key = has_key
-        self._monitor = socket.get_monitor_socket(_FAILED)
+        self._monitor = socket.get_monitor_socket(_FAILED | (zmq.EVENT_DISCONNECTED if is_bound else 0))
         self.num_failed = 0
+        self.has_lost = False
+        """A connection that had come about was closed (of a bound end)."""
         self.has_given_up = False
         """ZMQ tries no more (of a connected end): after any other failure it tries again by itself."""
 
@@ -35,6 +37,9 @@ class Watch:
             if not self._monitor.poll(0):
                 break
             event = recv_monitor_message(self._monitor)
+            if event["event"] == zmq.EVENT_DISCONNECTED:
+                self.has_lost = True
+                continue
             self.has_given_up |= event["event"] != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
             why = self._why(event["event"], event["value"])
             if why is not None:
