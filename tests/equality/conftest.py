@@ -39,5 +39,4 @@ def _make(family: str, folder: Path) -> Case:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--chaos", action="store_true", help="kill, pause and cut off instances under load")
     parser.addoption("--all-pairs", action="store_true", help="equality of every family with every pair of shapes")

@@ -18,15 +18,6 @@ pytestmark = pytest.mark.slow
 OPTIONS = "--dtype float32 --page-size 4 --num-pages 1000 --threads 1"
 
 
-@pytest.fixture(autouse=True)
-def asked_for(request: pytest.FixtureRequest) -> None:
-    if not request.config.getoption("--chaos"):
-        pytest.skip(
-            "not reliable yet: beside other work, pages of a paused and a killed instance were still held after 90 s; "
-            "run it alone: pytest tests/equality/test_chaos.py --chaos"
-        )
-
-
 async def test_no_client_notices_what_dies_while_one_instance_of_each_role_lives(tmp_path: Path) -> None:
     model, seed = make_tiny("llama", tmp_path / "tiny"), secrets.randbits(31)
     said: list[str] = []
