@@ -19,7 +19,8 @@ class Clock:
         heapq.heappush(self._heap, (time if time > self.now else self.now, self._num_added, what, args))
 
     def after(self, seconds: float, what: Callable[..., None], *args: Any) -> None:
-        self.at(self.now + seconds, what, *args)
+        self._num_added += 1
+        heapq.heappush(self._heap, (self.now + seconds, self._num_added, what, args))
 
     def step(self) -> bool:
         """Let the next thing happen. False if there is none."""

@@ -28,6 +28,8 @@ from tests.cluster.ranks import Ranks
 from tests.cluster.trace import Trace, Violation, short
 
 TICK_S = 0.1
+IDLE_TICK_S = 0.2
+"""Where nothing but idle talk was heard since the last one: then there are only deadlines of many ticks."""
 TICK = Tick()
 COUNTED = frozenset(("preempted", "quarantined", "severed", "repeated", "stale"))
 """Stamps that tell what a run went through."""
@@ -65,7 +67,8 @@ class Shell:
         self._trace = trace
         self._post = post
         self._inbox: deque[Event] = deque()  # while it is paused
-        self._num_heard = 0
+        self._num_heard = 0  # but idle talk
+        self._num_ticked = 0  # of those, at the last tick
         self._doom: tuple[int, int, Callable[[], None]] | None = None
 
     def start(self, rng: random.Random) -> None:
@@ -172,7 +175,8 @@ class Shell:
         if self.is_alive:
             if self._clock.now >= self.paused_until:
                 self.hear(TICK)
-            self._clock.after(TICK_S, self._tick)
+            is_idle, self._num_ticked = self._num_heard == self._num_ticked, self._num_heard
+            self._clock.after(IDLE_TICK_S if is_idle else TICK_S, self._tick)
 
 
 def is_talk(effects: list[Effect]) -> bool:

@@ -65,7 +65,7 @@ def test_overload_is_told_early_with_a_time_to_come_back() -> None:
     at_once = [
         each for each, ending in zip(asks, endings, strict=True) if isinstance(ending, End) and ending.status == 429
     ]
-    assert len(at_once) > 40 and max(world.clients.took_s(each.request_id) for each in at_once) < 0.1
+    assert len(at_once) > 40 and max(world.clients.took_s(each.request_id) for each in at_once) < 0.5
     others = [each for each, ending in zip(asks, endings, strict=True) if getattr(ending, "status", 0) == 503]
     assert max(world.clients.took_s(each.request_id) for each in others) < 5.5  # queue_s is 5.0
     assert sum(isinstance(ending, Finish) for ending in endings) >= 8

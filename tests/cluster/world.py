@@ -34,7 +34,7 @@ ROUTER_DEADLINES = dispatch.Deadlines(
     land_s=20.0,
     progress_s=20.0,
     gap_s=0.5,
-    wanted_s=0.25,
+    wanted_s=0.3,
     beat_timeout_s=0.7,
     dead_after_s=2.0,
 )

@@ -8,7 +8,7 @@ import pytest
 
 from pd.runtime.config import RouterConfig
 from pd.runtime.core.dispatch import Deadlines
-from pd.runtime.core.events import Drain, Emit, End, Exit, Peer, Received, Tick, Timings
+from pd.runtime.core.events import Drain, Emit, End, Exit, HungUp, Peer, Received, Tick, Timings
 from pd.runtime.wire.messages import (
     Cancel,
     Cancelled,
@@ -197,6 +197,18 @@ def test_a_fault_that_persists_does_not_burn_all_attempts_at_once() -> None:
     effects = bench.hear("d0", Failed(again.handle, Stage.TRANSFER, "cable", retryable=True))
     assert not sent(effects, Reserve)
     assert only_reserve(bench.wait(0.4))[1].handle == Handle("a", 2)
+
+
+def test_a_prefill_that_is_lost_before_it_was_asked_costs_no_attempt() -> None:
+    bench = pair_bench(config=RouterConfig(max_attempts=1))
+    only_reserve(bench.submit("a"))
+    bench.on(HungUp(bench.lives["p0"]))
+    assert not bench.endings_of("a")
+    assert only_reserve(bench.wait(0.1))[1].handle == Handle("a", 1), "it beats again"
+    bench.reserved("d0", Handle("a", 1))
+    bench.on(HungUp(bench.lives["p0"]))
+    [end] = bench.endings_of("a")
+    assert isinstance(end, End) and end.status == 503
 
 
 def test_preemption_with_progress_is_no_failed_attempt() -> None:

@@ -158,7 +158,7 @@ class Dispatch:
         """The attempt came to nothing. Repeat it from the tokens that are out, or give up."""
         made_progress = len(answer.known) > answer.started_at
         if not (stage is Stage.DECODE and reason.startswith("preempted") and made_progress):
-            answer.num_failures += 1
+            answer.num_failures += culprit in answer.asked  # else it was lost before it had anything of this
             answer.avoid = culprit.name
         answer.last_reason = f"{culprit.name} in stage {stage.value}: {reason}"
         if answer.num_failures >= self._config.max_attempts:

@@ -110,11 +110,10 @@ class Parts:
 
     def check(self, reachable: Iterable[int]) -> None:
         """Raise AssertionError with the invariant that is broken."""
-        tables: dict[int, PageTable] = {}
-        for table in self._tables():
-            tables[id(table)] = table
+        running = self._running()
+        tables: dict[int, PageTable] = {id(table): table for table in self._tables(running)}
         self.pages.check(tables.values())
-        self.flight.check(self._running())
+        self.flight.check(running)
         if self.prefill is not None:
             self.prefill.outboxes.check()
         if self.inboxes is not None:
@@ -122,8 +121,8 @@ class Parts:
         for page in reachable:
             assert self.pages.pool.is_kept(page), f"page {page} is free, and a peer may still write it"
 
-    def _tables(self) -> list[PageTable]:
-        tables = [*self.flight.tables(), *(request.table for request in self._running())]
+    def _tables(self, running: list[Request]) -> list[PageTable]:
+        tables = [*self.flight.tables(), *(request.table for request in running)]
         if self.decode is not None:
             tables += [request.table for request in self.decode.ready.values()]
         if self.prefill is not None:
