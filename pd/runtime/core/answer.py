@@ -227,10 +227,6 @@ class Answer:
             self.asked.remove(self.prefill)
             self.prefill = None
 
-    def is_handed(self, member: Member) -> bool:
-        """It need not have the attempt any more: its first token is out, and another decodes."""
-        return self.state is State.DECODING and member is not self.decode
-
     def let_go(self) -> list[Member]:
         """End the attempt. Returns who may still hold something of it, and must be told."""
         self.computed()
@@ -278,3 +274,8 @@ class Answer:
         for position in [position for position in self.held if position < start + len(run)]:
             del self.held[position]
         return tuple(run)
+
+
+def is_handed(answer: Answer, member: Member) -> bool:
+    """`member`, which was asked, need not have the attempt any more: its first token is out, and another decodes."""
+    return answer.state is State.DECODING and member is not answer.decode

@@ -5,23 +5,23 @@ Rules
 2. Every attempt has its own number, and an answer's members are those of its current attempt: so `find` knows
    a message of an old attempt, or of an instance that lost the request, and it is the only place that must.
 3. Every state has a deadline. What runs into one is repeated, up to max_attempts.
-4. Each instance is told again and again what is wanted of it. So a lost message of either costs a few seconds.
+4. Whoever is sent something about an attempt is among its `asked`, until it is known to be done with it.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from pd.runtime.config import RouterConfig
 from pd.runtime.core.answer import Answer, Move, Piece, State
 from pd.runtime.core.events import Effect, Emit, End, Send, Stamp
+from pd.runtime.core.lists import Lists
 from pd.runtime.core.member import Member, Standing
 from pd.runtime.core.membership import Membership
 from pd.runtime.core.placement import fits_nowhere
 from pd.runtime.core.timetable import Timetable
 from pd.runtime.core.waiting import Waiting
-from pd.runtime.wire.messages import Cancel, Deliver, Prefill, Refused, Reserve, Wanted
+from pd.runtime.wire.messages import Cancel, Deliver, Prefill, Refused, Reserve
 from pd.runtime.wire.values import Handle, Role, Stage, Ticket
 
 RETRY_AFTER_S = 1.0
@@ -66,7 +66,7 @@ class Dispatch:
         self._members = members
         self._effects = effects
         self._timetable = Timetable()
-        self._list_at = -math.inf
+        self.lists = Lists(members, effects, every_s=deadlines.wanted_s)
 
     def queue(self, answer: Answer, now: float) -> None:
         """Begin an attempt, or have the request wait in the order of arrival."""
@@ -101,7 +101,8 @@ class Dispatch:
             seconds = self._deadlines.prefill_s
             tokens = tuple(answer.known)
             message = Prefill(answer.handle, tokens, answer.num_prompt, answer.sampling, ticket, seconds, hands_off)
-        self._ask(answer, answer.prefill, message)
+            answer.asked.append(answer.prefill)
+        self._effects.append(Send(answer.prefill.name, message))
         self._watch(answer, now + seconds)
 
     def emit(
@@ -216,15 +217,7 @@ class Dispatch:
             else:
                 self._timetable.watch(request_id, answer.look_at)
         self.pump(now)
-        if now >= self._list_at:
-            self._list_at = now + self._deadlines.wanted_s
-            self.list_wanted()
-
-    def missing(self, member: Member, handle: Handle, now: float) -> None:
-        """`member` does not have what is wanted of it."""
-        answer = self.find(member, handle)
-        if answer is not None and member in answer.asked and not answer.is_handed(member):
-            self.fail(answer, member, answer.stage, reason="it is not there: a message was lost", now=now)
+        self.lists.tick(self.answers.values(), now)
 
     def check(self) -> None:
         for request_id, answer in self.answers.items():
@@ -252,23 +245,9 @@ class Dispatch:
             deadline_s=limits.reserve_s + prefill_s + limits.land_s,
             is_pull=self._config.direction == "pull",
         )
-        self._ask(answer, answer.decode, reserve)
+        answer.asked.append(answer.decode)
+        self._effects.append(Send(answer.decode.name, reserve))
         self._watch(answer, now + limits.reserve_s)
-
-    def _ask(self, answer: Answer, member: Member, message: Reserve | Prefill | Deliver) -> None:
-        if member not in answer.asked:
-            answer.asked.append(member)
-        self._effects.append(Send(member.name, message))
-
-    def list_wanted(self) -> None:
-        """Tell each instance all that is wanted of it."""
-        must: dict[Member, list[Handle]] = {member: [] for member in self._members}
-        handed: dict[Member, list[Handle]] = {member: [] for member in self._members}
-        for answer in self.answers.values():
-            for member in answer.asked:
-                (handed if answer.is_handed(member) else must)[member].append(answer.handle)
-        for member, handles in must.items():
-            self._effects.append(Send(member.name, Wanted(tuple(handles), tuple(handed[member]))))
 
     def _cancel(self, answer: Answer, reason: str, knows: Member | None = None) -> None:
         """Let the instances go, and tell all but `knows`."""

@@ -165,8 +165,8 @@ class InstanceBrain:
                     self._attempts.stop(handle)
                     effects = [Send(sender.name, Fenced(handle, "nothing of it is open"))]
                 return effects
-            case Heard(handle=handle) if prefill is not None:
-                return prefill.heard(sender, handle, now=now)
+            case Heard(handle=handle) if offers is not None:
+                return offers.heard(sender, handle, now=now)
             case Renew() if offers is not None:
                 return offers.renew(sender, message, now=now)
             case Released(handle=handle) if offers is not None:

@@ -124,16 +124,6 @@ class Membership:
         losses = [self._end(member, Sign.DEAD, f"{member.name} has left: {reason}")]
         return Changes([Stamp(member.name, "left", reason), *self._tell_others(member, now)], losses)
 
-    def hang_up(self, life: Peer) -> Changes:
-        """Its connection is closed: most likely it has ended. If not, its next message says so."""
-        member = self._members.get(life.name)
-        changes = Changes([], [])
-        if member is not None and member.peer == life and member.move(Sign.HUNG_UP):
-            reason = f"the connection of {member.name} is closed"
-            changes.losses.append(Loss(member, reason))
-            changes.effects.append(Stamp(member.name, "suspect", reason))
-        return changes
-
     def tick(self, now: float) -> Changes:
         changes = Changes([], [])
         gap = 0.0 if self._ticked_at is None else now - self._ticked_at
@@ -212,6 +202,15 @@ class Membership:
     def _tell_others(self, changed: Member, now: float) -> list[Effect]:
         others = [other for other in self if OTHER.get(other.role) is changed.role]
         return [effect for other in others for effect in self._tell(other, now)]
+
+
+def hang_up(members: Membership, life: Peer) -> Changes:
+    """Its connection is closed: most likely it has ended. If not, its next message says so."""
+    member = next((member for member in members if member.peer == life), None)
+    if member is None or not member.move(Sign.HUNG_UP):
+        return Changes([], [])
+    reason = f"the connection of {member.name} is closed"
+    return Changes([Stamp(member.name, "suspect", reason)], [Loss(member, reason)])
 
 
 def ended(reason: str) -> str:

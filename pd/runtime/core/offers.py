@@ -1,4 +1,4 @@
-"""What decode asks of a prompt that is computed: tickets that come late, and leases of what it reads. Pure.
+"""What decode says of a prompt that is computed: tickets that come late, leases of what it reads, Heard. Pure.
 
 Rules
 1. A ticket for what is not held is answered Fenced: nothing will be written by it, and its pages are free at once.
@@ -51,6 +51,11 @@ class Offers:
         jobs = self._outboxes.write(outbox, stop=num_tokens)
         moves: list[Effect] = [Order(Transfer(tuple(jobs)))] if jobs else []
         return moves + self._outboxes.move(outbox, Event.OFFER if ticket.is_pull else Event.COMPUTED, now=now)
+
+    def heard(self, sender: Peer, handle: Handle, *, now: float) -> list[Effect]:
+        """The peer knows how the handoff ended."""
+        outbox = self._outboxes.find(handle)
+        return self._outboxes.move(outbox, Event.HEARD, now=now) if outbox and outbox.life == sender else []
 
     def renew(self, sender: Peer, message: Renew, *, now: float) -> list[Effect]:
         """The peer reads what was offered. If it is not any more, it hears so."""

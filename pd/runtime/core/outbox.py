@@ -29,6 +29,7 @@ from pd.transfer import handoff
 from pd.transfer.handoff import OUTBOX, Event, OutboxState
 
 _SAID = (OutboxState.LANDED, OutboxState.FENCED)
+_OVER = (OutboxState.STOPPING, OutboxState.ABANDONED, OutboxState.WITHDRAWN, *_SAID)
 
 
 @dataclass(slots=True, eq=False)
@@ -50,6 +51,11 @@ class Outbox:
     def is_said(self) -> bool:
         """Only the peer's answer to its last word is waited for."""
         return self.state in _SAID
+
+    @property
+    def is_over(self) -> bool:
+        """The router was told how the attempt ended here, or need not be."""
+        return self.state in _OVER
 
 
 class Outboxes:

@@ -90,7 +90,8 @@ class Parts:
         if self.inboxes is not None:
             handles |= dict.fromkeys(inbox.reserve.handle for inbox in self.inboxes if inbox.is_wanted)
         if self.prefill is not None:
-            handles |= dict.fromkeys(self.prefill.held())
+            handles |= dict.fromkeys((*self.prefill.prompts.waiting, *self.prefill.prompts.computing))
+            handles |= dict.fromkeys(box.request.handle for box in self.prefill.outboxes if not box.is_over)
         return handles
 
     def is_done(self) -> bool:

@@ -8,8 +8,6 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from pd.runtime.core.decode import DecodePart
 from pd.runtime.core.entry import Fault, misfit, refuse, ticket_fault
 from pd.runtime.core.events import ROUTER, Effect, Peer, Send, Stamp
@@ -23,15 +21,6 @@ from pd.runtime.wire.messages import Failed, Fenced, FirstToken, Prefill
 from pd.runtime.wire.plans import WriteDone
 from pd.runtime.wire.values import Handle, Stage, Token
 from pd.transfer.handoff import Event, OutboxState
-
-_OVER = (
-    OutboxState.STOPPING,
-    OutboxState.ABANDONED,
-    OutboxState.WITHDRAWN,
-    OutboxState.LANDED,
-    OutboxState.FENCED,
-)
-"""States of an attempt whose end here the router was told, or need not be."""
 
 
 class PrefillPart:
@@ -53,14 +42,6 @@ class PrefillPart:
         self.prompts = prompts
         self.outboxes = outboxes
         self._links = links
-
-    def held(self) -> Iterator[Handle]:
-        """Attempts that are served here; not those whose end here the router was told."""
-        yield from self.prompts.waiting
-        yield from self.prompts.computing
-        for outbox in self.outboxes:
-            if outbox.state not in _OVER:
-                yield outbox.request.handle
 
     def submit(self, message: Prefill, now: float) -> list[Effect]:
         """Queue a request, or fail it at once saying why."""
@@ -105,11 +86,6 @@ class PrefillPart:
         if outbox.life is None:  # its ticket is under way, or was lost: it will not be obeyed
             effects.append(Send(sender.name, Fenced(handle, "it was stopped before its ticket came")))
         return effects
-
-    def heard(self, sender: Peer, handle: Handle, *, now: float) -> list[Effect]:
-        """The peer knows how the handoff ended."""
-        outbox = self.outboxes.find(handle)
-        return self.outboxes.move(outbox, Event.HEARD, now=now) if outbox and outbox.life == sender else []
 
     def fill(self, step: Step, now: float) -> list[Effect]:
         """Plan chunks, and the writes of what they complete."""
@@ -174,7 +150,7 @@ class PrefillPart:
     def fail(self, handle: Handle, stage: Stage, *, reason: str, now: float, event: Event = Event.STOP) -> list[Effect]:
         """End an attempt by a fault that another attempt may not meet. The router is told, if it was not before."""
         outbox = self.outboxes.find(handle)
-        is_told = outbox is not None and outbox.state in _OVER
+        is_told = outbox is not None and outbox.is_over
         effects: list[Effect] = []
         if not is_told:
             effects.append(Send(ROUTER, Failed(handle, stage, reason, retryable=True)))
@@ -222,7 +198,7 @@ class PrefillPart:
                 reason = f"{peer} did not renew its lease of {self._settings.deadlines.lease_s:g} s"
             case _:
                 reason = f"no write to {peer} ended in time"
-        if state not in _OVER:
+        if not outbox.is_over:
             return self.fail(handle, Stage.TRANSFER, reason=reason, now=now, event=Event.TIMEOUT)
         effects = self.outboxes.move(outbox, Event.TIMEOUT, now=now)  # frees what was withdrawn, or orders to sever
         if state in (OutboxState.STOPPING, OutboxState.ABANDONED) and outbox.life is not None:

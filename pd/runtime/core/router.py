@@ -13,7 +13,7 @@ from collections import Counter
 from typing import assert_never
 
 from pd.runtime.config import RouterConfig
-from pd.runtime.core.answer import Answer, State
+from pd.runtime.core.answer import Answer, State, is_handed
 from pd.runtime.core.dispatch import RETRY_AFTER_S, Deadlines, Dispatch
 from pd.runtime.core.events import (
     Abandon,
@@ -30,7 +30,7 @@ from pd.runtime.core.events import (
     Tick,
 )
 from pd.runtime.core.member import Member, Sign, missing_roles
-from pd.runtime.core.membership import Changes, Membership
+from pd.runtime.core.membership import Changes, Membership, hang_up
 from pd.runtime.wire.messages import (
     AnyMessage,
     Beat,
@@ -74,9 +74,9 @@ class RouterBrain:
                 if answer is not None:
                     self._dispatch.end(answer, f"abandoned: {reason}", now)
             case HungUp(peer) if peer is not None:
-                self._apply(self._members.hang_up(peer), now)
+                self._apply(hang_up(self._members, peer), now)
             case HungUp():
-                self._dispatch.list_wanted()
+                self._dispatch.lists.say(self._dispatch.answers.values())
             case Drain(reason):
                 self._draining = reason
             case _:
@@ -174,18 +174,17 @@ class RouterBrain:
                 if answer is not None:
                     self._dispatch.fail(answer, member, answer.stage, reason="cancelled there", now=now)
             case Missing(handles):
-                for handle in handles:
-                    self._dispatch.missing(member, handle, now)
+                self._missing(member, handles, now)
             case Beat(load, is_draining):
                 self._effects += self._members.beat(member, load, now)
-                if is_draining:
-                    self._drains(member, "it says so with its beats")
+                if is_draining and member.move(Sign.BYE):
+                    self._effects.append(Stamp(member.name, "draining", "it says so with its beats"))
             case Bye(reason, is_gone):
                 if is_gone:
                     self._dispatch.let_go_of_drained(member)
                     self._apply(self._members.leave(member, reason, now), now)
-                else:
-                    self._drains(member, reason)
+                elif member.move(Sign.BYE):
+                    self._effects.append(Stamp(member.name, "draining", reason))
             case _:
                 self._effects.append(Stamp(member.name, "nonsense", type(message).__name__))
 
@@ -229,9 +228,13 @@ class RouterBrain:
             why = f"{member.name} failed in stage {stage.value}: {reason}"
             self._dispatch.end(answer, why, now, status=500, knows=member)
 
-    def _drains(self, member: Member, reason: str) -> None:
-        if member.move(Sign.BYE):
-            self._effects.append(Stamp(member.name, "draining", reason))
+    def _missing(self, member: Member, handles: tuple[Handle, ...], now: float) -> None:
+        """`member` does not have what is wanted of it."""
+        for handle in handles:
+            answer = self._dispatch.find(member, handle)
+            if answer is not None and member in answer.asked and not is_handed(answer, member):
+                reason = "it is not there: a message was lost"
+                self._dispatch.fail(answer, member, answer.stage, reason=reason, now=now)
 
     def _apply(self, changes: Changes, now: float) -> None:
         self._effects += changes.effects
