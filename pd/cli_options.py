@@ -14,7 +14,9 @@ from typing import Annotated, Any, ClassVar, Protocol, TypeVar, get_type_hints
 import typer
 from typer.core import TyperCommand
 
-_WHAT, _MODEL, _DEVICE = "What", "Model", "Device"
+from pd.options import DEVICE, MODEL, Device, Dtype, Model
+
+_WHAT, _MODEL, _DEVICE = "What", MODEL, DEVICE
 _KV, _STEPS, _NETWORK = "KV cache", "Steps", "Network and transfer"
 _DOCTOR = ("Checks", "Two hosts", "A launch")
 _PANELS = (None, _WHAT, _MODEL, _DEVICE, _KV, _STEPS, _NETWORK, *_DOCTOR)
@@ -29,10 +31,7 @@ class SharedOptions:
         str | None,
         typer.Option(help="The model's name as clients say it. [default: directory or hub id]", rich_help_panel=_MODEL),
     ] = None
-    dtype: Annotated[
-        str,
-        typer.Option(metavar="auto|float32|bfloat16|float16", help="Of weights and KV.", rich_help_panel=_MODEL),
-    ] = "auto"
+    dtype: Dtype = "auto"
     max_model_len: Annotated[
         int | None,
         typer.Option(
@@ -41,9 +40,7 @@ class SharedOptions:
             rich_help_panel=_MODEL,
         ),
     ] = None
-    device: Annotated[
-        str, typer.Option(metavar="auto|cpu|cuda", help="cuda is ROCm's name too.", rich_help_panel=_DEVICE)
-    ] = "auto"
+    device: Device = "auto"
     kernels: Annotated[
         str,
         typer.Option(
@@ -200,10 +197,7 @@ class LaunchOptions(SharedOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions(SharedOptions):
-    model: Annotated[
-        str | None,
-        typer.Argument(metavar="[MODEL]", help="A Hugging Face directory or hub id. [default: SmolLM2-135M-Instruct]"),
-    ] = None
+    model: Model = None
     prefill: Annotated[
         list[str],
         typer.Option(

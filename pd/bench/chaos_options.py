@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from pd.options import Model
+
 _FAULTS, _LOAD = "Faults", "Load"
 
 
@@ -14,10 +16,7 @@ _FAULTS, _LOAD = "Faults", "Load"
 class ChaosOptions:
     """Of `pd bench chaos`."""
 
-    model: Annotated[
-        str | None,
-        typer.Argument(metavar="[MODEL]", help="A Hugging Face directory or hub id. [default: SmolLM2-135M-Instruct]"),
-    ] = None
+    model: Model = None
     duration: Annotated[float, typer.Option(metavar="SECONDS", help="Of faults.", rich_help_panel=_FAULTS)] = 60.0
     every: Annotated[float, typer.Option(metavar="SECONDS", help="Between faults.", rich_help_panel=_FAULTS)] = 4.0
     faults: Annotated[

@@ -7,25 +7,20 @@ from typing import Annotated
 
 import typer
 
-_MODEL, _SIZES = "Model", "Sizes"
+from pd.options import DEVICE, Device, Dtype, Model, Output
+
+_SIZES = "Sizes"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatencyOptions:
     """Of `pd bench latency`."""
 
-    model: Annotated[
-        str | None,
-        typer.Argument(metavar="[MODEL]", help="A Hugging Face directory or hub id. [default: SmolLM2-135M-Instruct]"),
-    ] = None
-    dtype: Annotated[
-        str, typer.Option(metavar="auto|float32|bfloat16|float16", help="Of weights and KV.", rich_help_panel=_MODEL)
-    ] = "auto"
-    device: Annotated[
-        str, typer.Option(metavar="auto|cpu|cuda", help="cuda is ROCm's name too.", rich_help_panel=_MODEL)
-    ] = "auto"
+    model: Model = None
+    dtype: Dtype = "auto"
+    device: Device = "auto"
     threads: Annotated[
-        int | None, typer.Option(metavar="N", help="CPU threads. [default: all cores]", rich_help_panel=_MODEL)
+        int | None, typer.Option(metavar="N", help="CPU threads. [default: all cores]", rich_help_panel=DEVICE)
     ] = None
     prompts: Annotated[
         str, typer.Option(metavar="TOKENS,…", help="Prompt lengths to prefill.", rich_help_panel=_SIZES)
@@ -39,12 +34,10 @@ class LatencyOptions:
     rounds: Annotated[
         int, typer.Option(metavar="N", help="Turns of everything; the best counts.", rich_help_panel=_SIZES)
     ] = 3
-    output: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Write results there, as JSON lines.", rich_help_panel=_SIZES)
-    ] = None
+    output: Output = None
 
 
-_SERVER, _TRAFFIC, _LOOKS, _GOALS = "Server", "Traffic", "Requests", "Goals and results"
+_SERVER, _TRAFFIC, _LOOKS, _GOALS = "Server", "Traffic", "Requests", "Goals"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,9 +98,7 @@ class TrafficOptions:
             rich_help_panel=_GOALS,
         ),
     ] = None
-    output: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Results, as JSON lines.", rich_help_panel=_GOALS)
-    ] = None
+    output: Output = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,10 +128,7 @@ _SHAPES = "What is compared"
 class CompareOptions(TrafficOptions):
     """Of `pd bench compare`."""
 
-    model: Annotated[
-        str | None,
-        typer.Argument(metavar="[MODEL]", help="A Hugging Face directory or hub id. [default: SmolLM2-135M-Instruct]"),
-    ] = None
+    model: Model = None
     prefill: Annotated[
         list[str],
         typer.Option(metavar="[KEY=VALUE,…]", help="Of the side apart, as in pd serve.", rich_help_panel=_SHAPES),
@@ -217,6 +205,4 @@ class RouterOptions:
     streams: Annotated[int, typer.Option(metavar="N", help="Long answers at once.", rich_help_panel=_LOAD)] = 256
     tokens: Annotated[int, typer.Option(metavar="N", help="Of each of them.", rich_help_panel=_LOAD)] = 128
     step_ms: Annotated[float, typer.Option(metavar="MS", help="Between their tokens.", rich_help_panel=_LOAD)] = 20.0
-    output: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Results, as JSON lines.", rich_help_panel=_LOAD)
-    ] = None
+    output: Output = None

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from pd.options import Output
+
 _WHAT, _HOW = "What is moved", "How"
 
 
@@ -39,6 +41,4 @@ class TransferOptions:
     seconds: Annotated[
         float, typer.Option(metavar="S", help="Spent on each line of the table, at least.", rich_help_panel=_HOW)
     ] = 0.5
-    output: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Write results there, as JSON lines.", rich_help_panel=_HOW)
-    ] = None
+    output: Output = None
