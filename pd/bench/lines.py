@@ -3,35 +3,52 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
 import msgspec
 
+from pd.runtime.config import ConfigError
+
 FORMAT = 1
 """Of the lines; a reader refuses others."""
 
 
 class Lines:
-    """A file that grows by a line a result, each written out at once: what is interrupted keeps what it has."""
+    """A file that grows by a line a result, each written out at once: what is interrupted keeps what it has. The first
+    line replaces what was there."""
 
     def __init__(self, file: IO[bytes] | None) -> None:
         self._file = file
+        self._has_begun = False
 
     def put(self, kind: str, **values: object) -> None:
-        if self._file is not None:
-            self._file.write(msgspec.json.encode({"kind": kind, **values}) + b"\n")
-            self._file.flush()
+        if self._file is None:
+            return
+        if not self._has_begun and stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
+            self._file.truncate()
+        self._has_begun = True
+        self._file.write(msgspec.json.encode({"kind": kind, **values}) + b"\n")
+        self._file.flush()
 
 
 @contextlib.contextmanager
 def written(path: str | None) -> Iterator[Lines]:
-    """Lines into `path`, begun anew; into nothing for None. Raises OSError before anything is measured."""
+    """Lines into `path`; into nothing for None. Raises ConfigError before anything is measured, and leaves alone what
+    was there until the first line: a run that does not begin takes no results away."""
     if path is None:
         yield Lines(None)
         return
-    with Path(path).open("wb") as file:
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write {path}: {error.strerror}", hint="--output takes a file in a folder that exists"
+        ) from error
+    with open(descriptor, "wb") as file:
         yield Lines(file)
 
 

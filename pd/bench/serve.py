@@ -13,7 +13,6 @@ from pd.bench.load.plan import Wanted, check
 from pd.bench.load.session import Ran, connect, teller
 from pd.bench.load.tables import console, figures, notes
 from pd.bench.options import LoadOptions
-from pd.runtime.config import ConfigError
 
 OK, ALL_FAILED, INTERRUPTED = 0, 1, 130
 """Exit statuses; wrong use is a ConfigError."""
@@ -22,13 +21,8 @@ OK, ALL_FAILED, INTERRUPTED = 0, 1, 130
 def serve(options: LoadOptions) -> int:
     """Run the command. Raises ConfigError for wrong use, an absent server and a wrong model."""
     wanted = check(options, *_faults(options), command="pd bench serve")
-    try:
-        with written(options.output) as lines, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_run(options, wanted, lines))
-    except OSError as error:
-        raise ConfigError(
-            f"cannot write {options.output}: {error.strerror}", hint="--output takes a file in a folder that exists"
-        ) from error
+    with written(options.output) as lines, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_run(options, wanted, lines))
 
 
 def _faults(options: LoadOptions) -> list[str]:

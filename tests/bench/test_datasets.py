@@ -120,7 +120,8 @@ def test_own_lines_are_text_ids_or_messages() -> None:
         ("jsonl", '{"prompt": "a"}\n\n{}', "line 3: needs a prompt or messages, and not both"),
         ("jsonl", '{"messages": [{"role": "user"}]}', "line 1: a message needs role and content"),
         ("sharegpt", '[{"conversations": []},\n {"id": 7}]', "entry 2, line 2: Object missing required field"),
-        ("sharegpt", "[1, 2", "no JSON list: "),
+        ("sharegpt", "[1,\n 2", "line 2: no JSON list: "),
+        ("sharegpt", '[{"conversations": []},\n {"id" 7}]', "line 2: no JSON list: "),
     ],
 )
 def test_a_line_that_cannot_be_read_is_named(kind: str, text: str, says: str) -> None:

@@ -47,12 +47,8 @@ def compare(options: CompareOptions) -> int:
     """Run the command. Raises ConfigError for wrong use, and for a server that cannot be started."""
     wanted, rates, shapes = _checked(options)
     model = str(resolve(options.model))
-    try:
-        with written(options.output) as lines, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_Comparison(options, wanted, lines).run(model, rates, shapes))
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise ConfigError(f"cannot write {options.output}: {reason}", hint="--output takes a file") from error
+    with written(options.output) as lines, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_Comparison(options, wanted, lines).run(model, rates, shapes))
 
 
 def _checked(options: CompareOptions) -> tuple[Wanted, tuple[float, ...], list[Shape]]:

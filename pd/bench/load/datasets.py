@@ -8,6 +8,7 @@ Rules
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -221,7 +222,9 @@ def _shared(text: str) -> Iterator[_Shared]:
     try:
         items = msgspec.json.decode(text, type=list[msgspec.Raw])
     except (msgspec.DecodeError, msgspec.ValidationError) as error:
-        raise ValueError(f"no JSON list: {error}") from None
+        where = re.search(r"\(byte (\d+)\)", str(error))
+        number = text.encode()[: int(where[1])].count(b"\n") + 1 if where else text.count("\n") + 1
+        raise ValueError(f"line {number}: no JSON list: {error}") from None
     for place, item in enumerate(items, 1):
         try:
             yield msgspec.json.decode(item, type=_Shared)

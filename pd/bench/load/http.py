@@ -111,12 +111,16 @@ class Server:
 
     def __init__(self, url: str, *, key: str | None = None) -> None:
         """Raises ValueError for what is no http(s) address."""
-        parts = urlsplit(url if "://" in url else f"http://{url}")
+        try:
+            parts = urlsplit(url if "://" in url else f"http://{url}")
+            port = parts.port
+        except ValueError as error:
+            raise ValueError(f"--url is {url!r}, must be http://HOST:PORT: {error}") from None
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"--url is {url!r}, must be http://HOST:PORT")
         self.url = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
         self._base = parts.path.rstrip("/").removesuffix("/v1")
-        self._host, self._port = parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
+        self._host, self._port = parts.hostname, port or (443 if parts.scheme == "https" else 80)
         self._ssl = ssl.create_default_context() if parts.scheme == "https" else None
         bearer = f"Authorization: Bearer {key}\r\n" if key else ""
         self._fixed = f"Host: {parts.netloc.rpartition('@')[2]}\r\n{bearer}Content-Type: application/json\r\n"
