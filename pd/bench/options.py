@@ -188,7 +188,7 @@ class ReportOptions:
     ] = None
 
 
-_LOAD = "Load"
+_LOAD, _ROUTERS = "Load", "What is compared"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,4 +205,13 @@ class RouterOptions:
     streams: Annotated[int, typer.Option(metavar="N", help="Long answers at once.", rich_help_panel=_LOAD)] = 256
     tokens: Annotated[int, typer.Option(metavar="N", help="Of each of them.", rich_help_panel=_LOAD)] = 128
     step_ms: Annotated[float, typer.Option(metavar="MS", help="Between their tokens.", rich_help_panel=_LOAD)] = 20.0
+    rounds: Annotated[int, typer.Option(metavar="N", help="Turns of everything.", rich_help_panel=_LOAD)] = 1
+    vs: Annotated[
+        list[str],
+        typer.Option(
+            metavar="COMMAND",
+            help="Another router beside ours; {port}, and {backend} or {prefill} and {decode} (URLs), are filled in.",
+            rich_help_panel=_ROUTERS,
+        ),
+    ] = field(default_factory=list)
     output: Output = None

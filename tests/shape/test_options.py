@@ -33,7 +33,7 @@ OPTIONS = {
     "bench compare": TRAFFIC
     | {"--colocated", "--cores", "--decode", "--options", "--prefill", "--rates", "--repeats", "--target", "--vs"},
     "bench report": {"--html", "--slo", "--title"},
-    "bench router": {"--output", "--requests", "--step-ms", "--streams", "--tokens"},
+    "bench router": {"--output", "--requests", "--rounds", "--step-ms", "--streams", "--tokens", "--vs"},
     "bench serve": TRAFFIC | {"--concurrency", "--model", "--rate", "--url"},
     "bench transfer": {
         *("--backend", "--decode-tp", "--model-shape", "--output", "--page-size", "--prefill-tp", "--seconds"),

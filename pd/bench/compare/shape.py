@@ -11,9 +11,9 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
-from typing import IO, NamedTuple
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import IO
 
 from pd.bench.load.http import Server
 from pd.runtime.config import ConfigError
@@ -31,14 +31,28 @@ class Shape:
     command: tuple[str, ...]  # {port} and {model} are filled in
     cores: tuple[int, ...]  # all of its processes may use these and no others
 
+    def filled(self, **values: str) -> Shape:
+        """With each {name} of its command replaced by that value."""
+        words = self.command
+        for name, value in values.items():
+            words = tuple(word.replace(f"{{{name}}}", value) for word in words)
+        return replace(self, command=words)
+
     def on(self, port: int, model: str) -> list[str]:
-        return [word.replace("{port}", str(port)).replace("{model}", model) for word in self.command]
+        return list(self.filled(port=str(port), model=model).command)
 
 
-class Running(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Running:
     url: str
-    pid: int  # of the process that was started
-    said: tuple[str, ...] = ()  # what it said of itself when it became ready: dtype, operators, pages
+    pid: int  # of the process that was started; its session has the same number
+    said: tuple[str, ...]  # what it said of itself when it became ready: dtype, operators, pages
+    fault: Callable[[], ConfigError | None]
+    """Why it serves no more, with its last words; None while it runs."""
+
+
+Ready = Callable[[str], Awaitable[bool]]
+"""Whether the server at this URL can serve."""
 
 
 def ours(name: str, layout: Sequence[str], *, cores: Sequence[int], further: Sequence[str]) -> Shape:
@@ -48,25 +62,43 @@ def ours(name: str, layout: Sequence[str], *, cores: Sequence[int], further: Seq
     return Shape(name, (*command, *layout, *further), tuple(cores))
 
 
-def foreign(command: str, *, cores: Sequence[int]) -> Shape:
+def foreign(command: str, *, cores: Sequence[int], example: str = "vllm serve {model} --port {port}") -> Shape:
     """Another server's command line, named by its program. Raises ValueError."""
-    words = shlex.split(command)
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise ValueError(f"--vs is {command!r}: {error}") from None
     if not words or "{port}" not in command:
-        raise ValueError(f"--vs is {command!r}: it must hold {{port}}, as in 'vllm serve {{model}} --port {{port}}'")
-    place = words.index("serve") - 1 if "serve" in words[1:] else 0
-    return Shape(os.path.basename(words[place]), tuple(words), tuple(cores))
+        raise ValueError(f"--vs is {command!r}: it must hold {{port}}, as in '{example}'")
+    return Shape(_program(words), tuple(words), tuple(cores))
+
+
+def _program(words: Sequence[str]) -> str:
+    """`env A=1 vllm serve …` is vllm, `python -m router.launch …` router.launch, `python proxy.py` proxy.py."""
+    if "serve" in words[1:]:
+        return os.path.basename(words[words.index("serve") - 1])
+    python = next((place for place, word in enumerate(words) if os.path.basename(word).startswith("python")), None)
+    match words[1 if python is None else python + 1 :]:
+        case ["-m", module, *_] if python is not None:
+            return module
+        case [script, *_] if python is not None:
+            return os.path.basename(script)
+        case _:
+            return os.path.basename(words[0])
 
 
 @contextlib.asynccontextmanager
-async def running(shape: Shape, model: str) -> AsyncIterator[Running]:
-    """Where it is, once it says that it can serve. Raises ConfigError, with its last words, if it does not."""
+async def running(
+    shape: Shape, model: str, *, is_ready: Ready | None = None, start_s: float = _START_S
+) -> AsyncIterator[Running]:
+    """Where it is, once it can serve. Raises ConfigError, with its last words, if it cannot within `start_s`."""
     port = free_port()
     with tempfile.TemporaryFile() as log:
         process = _start(shape.on(port, model), shape.cores, log)
         try:
             url = f"http://127.0.0.1:{port}"
-            await _until_ready(shape, process, url, log)
-            yield Running(url, process.pid, _said(log))
+            await _until_ready(shape, process, url, log, is_ready=is_ready or _says_so, start_s=start_s)
+            yield Running(url, process.pid, _said(log), lambda: _fault(shape, process, log, "while it served"))
         finally:
             await _end(process)
 
@@ -92,23 +124,39 @@ def _start(command: list[str], cores: Sequence[int], log: IO[bytes]) -> subproce
         raise ConfigError(f"cannot start {command[0]}: {reason}", hint="--vs takes a command line") from error
 
 
-async def _until_ready(shape: Shape, process: subprocess.Popen[bytes], url: str, log: IO[bytes]) -> None:
+async def _until_ready(
+    shape: Shape, process: subprocess.Popen[bytes], url: str, log: IO[bytes], *, is_ready: Ready, start_s: float
+) -> None:
     loop = asyncio.get_running_loop()
-    until = loop.time() + _START_S
+    until = loop.time() + start_s
     while loop.time() < until:
-        if process.poll() is not None:
-            raise ConfigError(
-                f"{shape.name} ended with status {process.returncode} before it could serve:",
-                *_tail(log),
-                hint=shlex.join(process.args),  # type: ignore[arg-type]
-            )
-        if await _is_ready(url):
+        if fault := _fault(shape, process, log, "before it could serve"):
+            raise fault
+        if await is_ready(url):
             return
         await asyncio.sleep(_POLL_S)
-    raise ConfigError(f"{shape.name} cannot serve after {_START_S:.0f} s:", *_tail(log), hint="see its last words")
+    raise ConfigError(*_words(f"{shape.name} cannot serve after {start_s:g} s", log), hint=_command(process))
 
 
-async def _is_ready(url: str) -> bool:
+def _fault(shape: Shape, process: subprocess.Popen[bytes], log: IO[bytes], when: str) -> ConfigError | None:
+    status = process.poll()
+    if status is None:
+        return None
+    how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+    return ConfigError(*_words(f"{shape.name} {how} {when}", log), hint=_command(process))
+
+
+def _words(what: str, log: IO[bytes]) -> list[str]:
+    """What happened, and what the server said last."""
+    said = _tail(log)
+    return [f"{what}:", *said] if said else [f"{what}, and said nothing"]
+
+
+def _command(process: subprocess.Popen[bytes]) -> str:
+    return shlex.join(process.args)  # type: ignore[arg-type]
+
+
+async def _says_so(url: str) -> bool:
     """Ours says so at /ready; of others, naming a model is taken for it."""
     server = Server(url)
     try:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import cast
 
 import httptools
+import msgspec
 import uvloop
 import zmq
 
@@ -110,8 +111,17 @@ def _hello(model: str) -> Hello:
     )
 
 
+class _Body(msgspec.Struct):
+    max_tokens: int = 1
+    stream: bool = False
+
+
+_decode = msgspec.json.Decoder(_Body).decode
+
+
 class NullHttp(asyncio.Protocol):
-    """The same over HTTP, without a router: a token at once, the others a step apart."""
+    """The same over HTTP, without a router: a token at once, the others a step apart. Whatever has no body is answered
+    with the list of models, which other routers take for a sign of health as well."""
 
     def __init__(self, step_s: float) -> None:
         self._step_s = step_s
@@ -134,11 +144,16 @@ class NullHttp(asyncio.Protocol):
         if not self._body:
             self._transport.write(_MODELS)
             return
-        num_tokens = int(self._body.partition(b'"max_tokens":')[2].partition(b",")[0] or 1)
+        asked = _decode(self._body)
+        if not asked.stream:  # as P/D proxies ask prefill
+            self._transport.write(_whole(_ANSWER % (asked.max_tokens, 8 + asked.max_tokens)))
+            return
         self._transport.write(_HEAD + _TOKEN)
-        self._more(num_tokens - 1, num_tokens)
+        self._more(asked.max_tokens - 1, asked.max_tokens)
 
     def _more(self, num_left: int, num_tokens: int) -> None:
+        if self._transport.is_closing():
+            return
         if num_left:
             self._transport.write(_TOKEN)
             asyncio.get_running_loop().call_later(self._step_s, self._more, num_left - 1, num_tokens)
@@ -151,13 +166,21 @@ def _chunk(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
+def _whole(data: bytes) -> bytes:
+    return b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (len(data), data)
+
+
 _HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 _TOKEN = _chunk(
     b'data: {"id":"cmpl-0123456789","object":"text_completion","created":1700000000,"model":"null",'
     b'"choices":[{"index":0,"text":" word","logprobs":null,"finish_reason":null}],"usage":null}\n\n'
 )
-_NAMED = b'{"data":[{"id":"null"}]}'
-_MODELS = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (len(_NAMED), _NAMED)
+_ANSWER = (
+    b'{"id":"cmpl-0123456789","object":"text_completion","created":1700000000,"model":"null","choices":[{"index":0,'
+    b'"text":" word","logprobs":null,"finish_reason":"length"}],"kv_transfer_params":{},'
+    b'"usage":{"prompt_tokens":8,"completion_tokens":%d,"total_tokens":%d}}'
+)
+_MODELS = _whole(b'{"object":"list","data":[{"id":"null","object":"model"}]}')
 
 
 async def _serve_http(port: int, step_s: float) -> None:
