@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from itertools import groupby
 
 import msgspec
@@ -38,9 +40,13 @@ def doctor(options: DoctorOptions) -> int:
     if options.explain:
         explain(_find(options.explain, checks), console)
         return READY
-    machine = ThisMachine()
-    if options.serve:
-        return _serve(options, machine, console)
+    with contextlib.closing(ThisMachine()) as machine:
+        if options.serve:
+            return _serve(options, machine, console)
+        return _look(options, checks, machine, console)
+
+
+def _look(options: DoctorOptions, checks: Sequence[Check], machine: ThisMachine, console: Console) -> int:
     began = time.monotonic()
     if len(checks) == len(CHECKS):  # a whole run needs them all
         machine.foresee(Torch, Nixl, Packages, Hosts, Mooncake)
@@ -75,6 +81,8 @@ def as_json(examined: Sequence[Examined]) -> str:
 def _chosen(options: DoctorOptions) -> tuple[Check, ...]:
     """A visit or a model narrows the run to itself, unless --only says more."""
     only = [name.strip() for name in (options.only or "").split(",") if name.strip()]
+    if faults := list(_misplaced(options, only)):
+        raise ConfigError(*faults, hint="pd doctor --help")
     extra: tuple[Check, ...] = ()
     try:
         if options.peer:
@@ -89,6 +97,23 @@ def _chosen(options: DoctorOptions) -> tuple[Check, ...]:
         return select((*CHECKS, *extra), only)
     except ValueError as error:
         raise ConfigError(str(error), hint="pd doctor --help") from error
+
+
+_OF = {"serve": ("host", "port"), "model": ("role", "tp", "page_size")}
+"""Options that say something of another one."""
+
+
+def _misplaced(options: DoctorOptions, only: Sequence[str]) -> Iterator[str]:
+    """What would be ignored in silence."""
+    for entry in fields(options):
+        for owner, names in _OF.items():
+            if entry.name in names and not getattr(options, owner) and getattr(options, entry.name) != entry.default:
+                yield f"--{entry.name.replace('_', '-')} is of --{owner}, which is not given"
+    if options.serve and options.peer:
+        yield "--serve and --peer exclude each other: one host serves, the other visits it"
+    for group, value in (("peer", options.peer), ("model", options.model)):
+        if not value and (named := [name for name in only if name.partition(".")[0] == group]):
+            yield f"--only {','.join(named)} needs --{group}"
 
 
 def _find(name: str, checks: Sequence[Check]) -> Check:

@@ -5,23 +5,20 @@ from __future__ import annotations
 import gzip
 import os
 import re
-import signal
 import subprocess
-import sys
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 
 import msgspec
 
+from pd.doctor.asking import Asker
 from pd.doctor.machine import Access, Answer, AnswerT, Output, Silence, Space, Why
 
 COMMAND_S = 5.0
 """nvidia-smi with a sleeping driver takes 2 to 3 s."""
 ASK_S = 30.0
 """Importing torch from a cold network disk takes tens of seconds; anything longer hangs."""
-QUIET = {"NIXL_LOG_LEVEL": "ERROR", "UCX_LOG_LEVEL": "fatal", "GLOG_minloglevel": "3", "MC_LOG_LEVEL": "ERROR"}
-"""For libraries that are asked: their last words are read, not their greetings."""
 LARGEST_FILE = 1 << 20
 """Bytes. /proc/sys refuses reads of 4 MiB at once; /proc/kallsyms, which is larger, is searched by a command."""
 
@@ -32,8 +29,14 @@ class ThisMachine:
     def __init__(self) -> None:
         self.run = cache(self._run)
         self._ask_once = cache(self._ask)
+        self._asker = Asker()
         self._threads = ThreadPoolExecutor(2)
         self._asking: dict[str, Future[bytes | Silence]] = {}
+
+    def close(self) -> None:
+        """Ask nothing more, and wait for nobody."""
+        self._asker.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     @property
     def env(self) -> Mapping[str, str]:
@@ -95,40 +98,9 @@ class ThisMachine:
         return Output(done.returncode, (done.stdout + done.stderr).decode(errors="replace").strip())
 
     def _ask(self, module: str, *arguments: str) -> bytes | Silence:
-        command = (sys.executable, "-m", "pd.doctor.ask", module, *arguments)
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-            env={**QUIET, **os.environ},
-        )
-        try:
-            out, err = process.communicate(timeout=ASK_S)
-        except subprocess.TimeoutExpired:
-            return Silence(Why.SLOW, f"no answer in {ASK_S:.0f} s")
-        finally:
-            if process.poll() is None:  # too slow, or Ctrl-C
-                os.killpg(process.pid, signal.SIGKILL)  # and whatever it started
-                process.communicate()
-        return _heard(process.returncode, out, err.decode(errors="replace"))
+        return self._asker.ask(module, *arguments, within_s=ASK_S)
 
 
 def natural(name: str) -> list[tuple[int, str]]:
     """Sort key: runs of digits by value."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
-
-
-def _heard(code: int, out: bytes, err: str) -> bytes | Silence:
-    last = next((line.strip() for line in reversed(err.splitlines()) if line.strip()), "")
-    if code < 0:
-        return Silence(Why.CRASHED, f"{signal.Signals(-code).name} {last}".strip())
-    if code == 0:
-        return out
-    why = Why.MISSING if code == MISSING else Why.FAILED
-    return Silence(why, last)
-
-
-MISSING = 3
-"""Exit code of `pd.doctor.ask` for a library that is not installed."""

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import gzip
 import os
+import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from pd.doctor import local
-from pd.doctor.answers import Clock, Cma, Hosts, Loopback, Needs, Packages
+from pd.doctor.answers import Clock, Cma, Hosts, Loopback, Mooncake, Needs, Packages
 from pd.doctor.local import ThisMachine, natural
 from pd.doctor.machine import Access, Answer, Silence, Why
 
@@ -76,9 +79,42 @@ def test_a_library_that_hangs_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(answer, Silence) and answer.why is Why.SLOW
 
 
-def test_a_library_that_crashes_has_crashed() -> None:
-    heard = local._heard(-11, b"", "some last words\n")
-    assert heard == Silence(Why.CRASHED, "SIGSEGV some last words")
+def test_a_library_that_crashes_has_crashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "import os, signal, sys\nsys.stderr.write('some last words\\n')\nsys.stderr.flush()\n"
+    put_library(tmp_path, code + "os.kill(os.getpid(), signal.SIGSEGV)\n", monkeypatch)
+    assert ThisMachine().ask(Mooncake) == Silence(Why.CRASHED, "SIGSEGV some last words")
+
+
+def test_who_is_asked_ends_with_who_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library that hangs, and an asker that is killed meanwhile."""
+    mark = tmp_path / "mark"
+    code = f"import os, time\nopen({str(mark)!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)\n"
+    put_library(tmp_path, code, monkeypatch)
+    script = (
+        "from pd.doctor.answers import Mooncake\nfrom pd.doctor.local import ThisMachine\nThisMachine().ask(Mooncake)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script])
+    try:
+        until(lambda: mark.exists() and mark.read_text() != "")
+    finally:
+        process.kill()
+        process.wait()
+    until(lambda: not Path(f"/proc/{mark.read_text()}").exists())
+
+
+def put_library(folder: Path, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mooncake, as far as it matters here: importing it runs `code`."""
+    (folder / "mooncake").mkdir()
+    (folder / "mooncake" / "__init__.py").touch()
+    (folder / "mooncake" / "engine.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", f"{folder}:{os.environ.get('PYTHONPATH', '')}")
+
+
+def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
 
 
 def test_what_is_foreseen_is_answered_once() -> None:

@@ -27,8 +27,7 @@ def inside(namespace: str, *command: str) -> list[str]:
 
 def run(namespace: str, *command: str) -> None:
     done = subprocess.run(inside(namespace, *command), capture_output=True, text=True, timeout=20, check=False)
-    if done.returncode:
-        pytest.skip(f"the kernel refuses `{' '.join(command)}`: {done.stderr.strip()}")
+    assert done.returncode == 0, f"the kernel refuses `{' '.join(command)}`: {done.stderr.strip()}"
 
 
 @pytest.fixture(scope="module")

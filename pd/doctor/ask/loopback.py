@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import signal
-import subprocess
+import socket
+from multiprocessing.process import BaseProcess
 
 from pd.doctor.answers import Loopback, Timing
 from pd.doctor.measure.ends import MeasureError, load
 from pd.doctor.measure.frames import Frames, PeerError
-from pd.doctor.measure.initiator import SIZES, measure, start_target
+from pd.doctor.measure.initiator import HERE, SIZES, measure
 from pd.doctor.measure.messages import FromTarget
+from pd.doctor.measure.target import serve
 from pd.doctor.peer.visit import borrow_target
 
-ENOUGH = 1 << 30
-"""Bytes available for two regions of 256 MiB and room; with less the largest size is left out."""
+ENOUGH = 4
+"""Times the largest size that must be available: two regions, and room; with less it is left out."""
+FORK = multiprocessing.get_context("fork")
 
 
 def answer(backend: str, peer: str = "") -> Loopback:
     """Raises ModuleNotFoundError for a backend whose library is not installed."""
-    sizes = SIZES if _available() >= ENOUGH else SIZES[:-1]
-    note = "" if sizes == SIZES else "memory is short: 256 MiB left out"
+    wanted = SIZES if peer else HERE
+    sizes = wanted if _available() >= ENOUGH * wanted[-1] else wanted[:-1]
+    note = "" if sizes == wanted else f"memory is short: {wanted[-1] >> 20} MiB left out"
     load(backend)
     try:
         timings = _remote(backend, peer, sizes) if peer else _local(backend, sizes)
@@ -31,8 +36,12 @@ def answer(backend: str, peer: str = "") -> Loopback:
 
 
 def _local(backend: str, sizes: tuple[int, ...]) -> tuple[Timing, ...]:
-    process, sock = start_target(backend, host="127.0.0.1", nbytes=max(sizes))
-    frames: Frames[FromTarget] = Frames(sock, FromTarget)  # type: ignore[arg-type]
+    """The target is a fork, which has the library loaded."""
+    mine, theirs = socket.socketpair()
+    process = FORK.Process(target=_serve, args=(backend, max(sizes), theirs, mine))
+    process.start()
+    theirs.close()
+    frames: Frames[FromTarget] = Frames(mine, FromTarget)  # type: ignore[arg-type]
     try:
         return measure(backend, frames, host="127.0.0.1", sizes=sizes)
     except PeerError as error:
@@ -40,14 +49,19 @@ def _local(backend: str, sizes: tuple[int, ...]) -> tuple[Timing, ...]:
     finally:
         frames.close()
         process.kill()
-        process.wait()
+        process.join()
 
 
-def _ending(process: subprocess.Popen[bytes]) -> str:
+def _serve(backend: str, nbytes: int, theirs: socket.socket, mine: socket.socket) -> None:
+    mine.close()
+    serve(backend, "127.0.0.1", nbytes, theirs)
+
+
+def _ending(process: BaseProcess) -> str:
     """What became of a target that stopped talking."""
-    try:
-        code = process.wait(timeout=1)
-    except subprocess.TimeoutExpired:
+    process.join(timeout=1)
+    code = process.exitcode
+    if code is None:
         return "the target still runs"
     return f"the target ended by {signal.Signals(-code).name}" if code < 0 else f"the target ended with {code}"
 

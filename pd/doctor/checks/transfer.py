@@ -24,7 +24,7 @@ FIXES = {
 
 
 def loopback(machine: Machine, *, backend: str) -> Result:
-    """A backend between two processes of this host: seconds and GB/s for 64 KiB, 1 MiB and 256 MiB.
+    """A backend between two processes of this host: seconds and GB/s for 64 KiB, 1 MiB and 64 MiB.
 
     Runs it in processes of their own, with a deadline: a crash or a hang is one failed check. Writes noise into
     the other process and compares checksums. shm and tcp go through pd's own door (as `--transfer` does), nixl

@@ -12,12 +12,14 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from pd.doctor.answers import Timing
-from pd.doctor.local import QUIET
+from pd.doctor.asking import QUIET
 from pd.doctor.measure.ends import End, MeasureError, make_end
 from pd.doctor.measure.frames import Frames
 from pd.doctor.measure.messages import Address, Checksum, Clear, Done, FromTarget, Meet, Ready, Sum, Trouble
 
 SIZES = (64 << 10, 1 << 20, 256 << 20)
+HERE = (64 << 10, 1 << 20, 64 << 20)
+"""Within one host: more than a core's caches hold, and a quarter of the time."""
 TRIES = {64 << 10: 20, 1 << 20: 10}
 """The best of so many: small writes are latency, which interruptions blur. Larger ones twice: the first touches
 pages."""
@@ -27,7 +29,7 @@ SEED = 20260
 M = TypeVar("M")
 
 
-def measure(backend: str, frames: Frames[FromTarget], *, host: str, sizes: Sequence[int] = SIZES) -> tuple[Timing, ...]:
+def measure(backend: str, frames: Frames[FromTarget], *, host: str, sizes: Sequence[int]) -> tuple[Timing, ...]:
     """Raises MeasureError and PeerError. `frames` leads to a target of the same backend."""
     there = expect(frames, Address)
     end = make_end(backend, name=f"doctor-initiator-{os.getpid()}", host=host, nbytes=max(sizes))

@@ -1,4 +1,5 @@
-"""The side that is written to: `python -m pd.doctor.measure.target BACKEND HOST NBYTES FD`, FD a connected socket."""
+"""The side that is written to, in a process of its own: `serve`, or `python -m pd.doctor.measure.target BACKEND HOST
+NBYTES FD`, FD a connected socket."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import select
 import socket
 import sys
 import zlib
-from typing import assert_never
+from typing import NoReturn, assert_never
 
 from pd.doctor.measure.ends import End, make_end
 from pd.doctor.measure.frames import Frames, PeerError
@@ -19,11 +20,16 @@ TURN_S = 0.0005
 """Between looks at a passive library."""
 
 
-def main() -> None:
+def main() -> NoReturn:
     backend, host, nbytes, fd = sys.argv[1:]
-    frames: Frames[ToTarget] = Frames(socket.socket(fileno=int(fd)), ToTarget, deadline_s=IDLE_S)  # type: ignore[arg-type]
+    serve(backend, host, int(nbytes), socket.socket(fileno=int(fd)))
+
+
+def serve(backend: str, host: str, nbytes: int, sock: socket.socket) -> NoReturn:
+    """Obey until Done, or until the other side leaves; then end the process."""
+    frames: Frames[ToTarget] = Frames(sock, ToTarget, deadline_s=IDLE_S)  # type: ignore[arg-type]
     try:
-        end = make_end(backend, name=f"doctor-target-{os.getpid()}", host=host, nbytes=int(nbytes))
+        end = make_end(backend, name=f"doctor-target-{os.getpid()}", host=host, nbytes=nbytes)
         frames.send(Address(end.address()))
         while obey(end, frames, _next(end, frames)):
             pass
