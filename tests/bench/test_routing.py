@@ -54,7 +54,7 @@ def test_our_router_and_others_are_measured_in_turns_and_who_fails_is_left_out(
         "of that added by the router",
         "tests.bench.proxy is left out: tests.bench.proxy ended with status 1 while it served: that was too much",
         "no-such-router is left out: cannot start no-such-router: No such file or directory",
-        "sh 2 is left out: sh cannot serve after 6 s: I wait",
+        "sh 2 is left out: sh cannot serve after 6 s (/v1/completions: no connection: Connection refused): I wait",
     ):
         assert words in told, told
 

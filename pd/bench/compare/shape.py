@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import shlex
 import signal
 import socket
@@ -15,14 +16,15 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import IO
 
-from pd.bench.load.http import Server
+from pd.bench.load.http import Exchange, Server
 from pd.runtime.config import ConfigError
 from pd.runtime.roles.process import die_with
 
 _START_S = 300.0
 _POLL_S = 0.25
 _END_S = 8.0
-_TAIL = 12  # lines of its output that a failure shows
+_TAIL, _WIDTH = 12, 300  # lines of its output that a failure shows, and characters of each
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +53,8 @@ class Running:
     """Why it serves no more, with its last words; None while it runs."""
 
 
-Ready = Callable[[str], Awaitable[bool]]
-"""Whether the server at this URL can serve."""
+Ready = Callable[[str], Awaitable[str | None]]
+"""Why the server at this URL cannot serve yet; None: it can."""
 
 
 def ours(name: str, layout: Sequence[str], *, cores: Sequence[int], further: Sequence[str]) -> Shape:
@@ -89,7 +91,7 @@ def _program(words: Sequence[str]) -> str:
 
 @contextlib.asynccontextmanager
 async def running(
-    shape: Shape, model: str, *, is_ready: Ready | None = None, start_s: float = _START_S
+    shape: Shape, model: str, *, ready: Ready | None = None, start_s: float = _START_S
 ) -> AsyncIterator[Running]:
     """Where it is, once it can serve. Raises ConfigError, with its last words, if it cannot within `start_s`."""
     port = free_port()
@@ -97,7 +99,7 @@ async def running(
         process = _start(shape.on(port, model), shape.cores, log)
         try:
             url = f"http://127.0.0.1:{port}"
-            await _until_ready(shape, process, url, log, is_ready=is_ready or _says_so, start_s=start_s)
+            await _until_ready(shape, process, url, log, ready=ready or _says_so, start_s=start_s)
             yield Running(url, process.pid, _said(log), lambda: _fault(shape, process, log, "while it served"))
         finally:
             await _end(process)
@@ -125,17 +127,18 @@ def _start(command: list[str], cores: Sequence[int], log: IO[bytes]) -> subproce
 
 
 async def _until_ready(
-    shape: Shape, process: subprocess.Popen[bytes], url: str, log: IO[bytes], *, is_ready: Ready, start_s: float
+    shape: Shape, process: subprocess.Popen[bytes], url: str, log: IO[bytes], *, ready: Ready, start_s: float
 ) -> None:
     loop = asyncio.get_running_loop()
     until = loop.time() + start_s
+    why: str | None = ""
     while loop.time() < until:
         if fault := _fault(shape, process, log, "before it could serve"):
             raise fault
-        if await is_ready(url):
+        if (why := await ready(url)) is None:
             return
         await asyncio.sleep(_POLL_S)
-    raise ConfigError(*_words(f"{shape.name} cannot serve after {start_s:g} s", log), hint=_command(process))
+    raise ConfigError(*_words(f"{shape.name} cannot serve after {start_s:g} s ({why})", log), hint=_command(process))
 
 
 def _fault(shape: Shape, process: subprocess.Popen[bytes], log: IO[bytes], when: str) -> ConfigError | None:
@@ -156,17 +159,24 @@ def _command(process: subprocess.Popen[bytes]) -> str:
     return shlex.join(process.args)  # type: ignore[arg-type]
 
 
-async def _says_so(url: str) -> bool:
+async def _says_so(url: str) -> str | None:
     """Ours says so at /ready; of others, naming a model is taken for it."""
     server = Server(url)
     try:
         ready = await server.fetch("GET", "/ready", timeout_s=2.0)
         if ready.status == 503 or ready.fault is not None:
-            return False
+            return said(ready, "/ready")
         models = await server.fetch("GET", "/v1/models", timeout_s=2.0)
-        return models.status == 200 and b'"id"' in models.body
+        return None if models.status == 200 and b'"id"' in models.body else said(models, "/v1/models")
     finally:
         server.close()
+
+
+def said(answer: Exchange, path: str) -> str:
+    """An answer that is none, in a few words."""
+    if answer.fault is not None:
+        return f"{path}: {': '.join(answer.fault)}"
+    return f"{path}: status {answer.status} {bytes(answer.body[:200]).decode(errors='replace').strip()}".strip()
 
 
 async def _end(process: subprocess.Popen[bytes]) -> None:
@@ -189,7 +199,8 @@ def _said(log: IO[bytes]) -> tuple[str, ...]:
 
 
 def _tail(log: IO[bytes]) -> list[str]:
-    return _lines(log)[-_TAIL:]
+    """Without colours, and no line longer than a person reads."""
+    return [_COLOUR.sub("", line)[:_WIDTH] for line in _lines(log)[-_TAIL:]]
 
 
 def _lines(log: IO[bytes]) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pd.bench.compare.shape import Running
-from pd.bench.load.asks import Ask, Conversation
+from pd.bench.load.asks import Ask, Conversation, Prompt
 from pd.bench.load.drive import Drive, Traffic
 from pd.bench.load.goals import Goals
 from pd.bench.load.http import Server
@@ -13,7 +13,7 @@ from pd.bench.load.metrics import Summary, summarize
 from pd.bench.load.outcome import Outcome
 from pd.bench.options import RouterOptions
 from pd.bench.routing.cpu import cpu_s
-from pd.bench.routing.servers import FORM, PROMPT
+from pd.bench.routing.servers import FORM, IDS, TEXT
 from pd.runtime.config import ConfigError
 
 WARM, IDLE, REQUESTS, STREAMS = "warm", "idle", "requests", "streams"
@@ -65,18 +65,20 @@ class Side:
 def loads(options: RouterOptions) -> dict[str, Traffic]:
     """In their order. The first is not told."""
     length = _TIMEOUT_S + options.tokens * options.step_ms / 1e3
+    prompt = TEXT if options.vs else IDS
+    warm, idle, requests = (_asks(prompt, num, 1) for num in (_WARM_REQUESTS, _IDLE_REQUESTS, options.requests))
+    streams = _asks(prompt, options.streams, options.tokens)
+    idle = [(place / _IDLE_RATE, one) for place, (_, one) in enumerate(idle)]
     return {
-        WARM: Traffic(arrivals=_asks(_WARM_REQUESTS, 2), concurrency=8, timeout_s=_TIMEOUT_S),
-        IDLE: Traffic(arrivals=_asks(_IDLE_REQUESTS, 1, every_s=1 / _IDLE_RATE), timeout_s=_TIMEOUT_S),
-        REQUESTS: Traffic(arrivals=_asks(options.requests, 1), concurrency=CONCURRENCY, timeout_s=_TIMEOUT_S),
-        STREAMS: Traffic(
-            arrivals=_asks(options.streams, options.tokens), concurrency=options.streams, timeout_s=length
-        ),
+        WARM: Traffic(arrivals=warm, concurrency=8, timeout_s=_TIMEOUT_S),
+        IDLE: Traffic(arrivals=idle, timeout_s=_TIMEOUT_S),
+        REQUESTS: Traffic(arrivals=requests, concurrency=CONCURRENCY, timeout_s=_TIMEOUT_S),
+        STREAMS: Traffic(arrivals=streams, concurrency=options.streams, timeout_s=length),
     }
 
 
-def _asks(num: int, num_tokens: int, *, every_s: float = 0.0) -> list[tuple[float, Conversation]]:
-    return [(index * every_s, Conversation((Ask(PROMPT, num_tokens),))) for index in range(num)]
+def _asks(prompt: Prompt, num: int, num_tokens: int) -> list[tuple[float, Conversation]]:
+    return [(0.0, Conversation((Ask(prompt, num_tokens),)))] * num
 
 
 async def _measure(server: Running, traffic: Traffic) -> Tally:

@@ -9,12 +9,14 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
 
-from pd.bench.compare.shape import Running, Shape, foreign, free_port, running
-from pd.bench.load.asks import Ask, Form
+from pd.bench.compare.shape import Running, Shape, foreign, free_port, running, said
+from pd.bench.load.asks import Ask, Form, spelled
 from pd.bench.load.http import Server
 from pd.runtime.roles.process import die_with
 
-PROMPT = tuple(range(100, 228))
+IDS = tuple(range(100, 228))
+TEXT = spelled(IDS)
+"""About as many tokens: other routers do not all take ids."""
 FORM = Form(model="null", chat=False, ignore_eos=True, extra={})
 START_S = 60.0
 """For another router: it loads no weights."""
@@ -64,14 +66,14 @@ def before(shape: Shape, model: str, *, backend: str, prefill: str) -> AbstractA
     comes through it: what its other pages say differs from router to router."""
     urls = {"backend": backend, "decode": backend, "prefill": prefill}
     ports = {f"{name}_port": url.rpartition(":")[2] for name, url in urls.items()}
-    return running(shape.filled(**urls, **ports), model, is_ready=_answers, start_s=START_S)
+    return running(shape.filled(**urls, **ports), model, ready=_answers, start_s=START_S)
 
 
-async def _answers(url: str) -> bool:
+async def _answers(url: str) -> str | None:
     server = Server(url)
     try:
-        answer = await server.fetch("POST", FORM.path, FORM.body(Ask(PROMPT, 1)), timeout_s=_ANSWER_S)
-        return answer.status == 200 and b'"choices"' in answer.body
+        answer = await server.fetch("POST", FORM.path, FORM.body(Ask(TEXT, 1)), timeout_s=_ANSWER_S)
+        return None if answer.status == 200 and b'"choices"' in answer.body else said(answer, FORM.path)
     finally:
         server.close()
 
