@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
-from pd.runtime.observe import RouterMetrics
+from pd.runtime.observe import RouterMetrics, TokenMetrics
 from pd.runtime.wire.values import Load
 
 
@@ -22,6 +22,21 @@ def test_events_are_counted_by_kind_and_unknown_ones_make_no_series() -> None:
     assert 'pd_router_events_total{what="lost"} 1.0' in counted
     assert 'pd_router_events_total{what="suspect"} 0.0' in counted
     assert not any("placed" in line for line in counted)
+
+
+def test_gaps_between_tokens_are_told_as_prometheus_itself_would() -> None:
+    ours, theirs = CollectorRegistry(), CollectorRegistry()
+    found = TokenMetrics(ours)
+    bounds = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+    wanted = Histogram("pd_itl_seconds", "Token to next token", buckets=bounds, registry=theirs)
+    for seconds in (0.0, 0.005, 0.0051, 0.3, 0.3, 300.0, 301.0):
+        found.gap(seconds)
+        wanted.observe(seconds)
+    found.tokens(3)
+    found.tokens(4)
+    told = lines(ours)
+    assert told[0] == "pd_answer_tokens_total 7.0"
+    assert told[1:] == [line for line in lines(theirs) if "_created" not in line]
 
 
 def test_a_thousand_instances_that_came_and_went_leave_no_series() -> None:

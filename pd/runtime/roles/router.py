@@ -7,8 +7,8 @@ import contextlib
 import logging
 import socket
 import time
-from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from typing import assert_never
 
 import uvicorn
@@ -62,32 +62,46 @@ _MAX_MESSAGES_A_TURN = 256
 
 
 class ClientStream:
-    """Effects for one client, waiting to be read. Bounded by tokens: see `is_full`."""
+    """Effects for one client, waiting to be read. Tokens that wait together are read together: a busy router, or a slow
+    client, makes fewer and longer events. Bounded by tokens: see `is_full`."""
 
     def __init__(self, max_tokens: int) -> None:
-        self._items: deque[Emit | End] = deque()
+        self._emits: list[Emit] = []
+        self._end: End | None = None
         self._num_tokens = 0
         self._max_tokens = max_tokens
-        self._wake = asyncio.Event()
+        self._reader: asyncio.Future[None] | None = None
 
     @property
     def is_full(self) -> bool:
         return self._num_tokens > self._max_tokens
 
     def put(self, item: Emit | End) -> None:
-        self._items.append(item)
         if isinstance(item, Emit):
+            self._emits.append(item)
             self._num_tokens += len(item.tokens)
-        self._wake.set()
+        else:
+            self._end = item
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
     async def next(self) -> Emit | End:
-        while not self._items:
-            self._wake.clear()
-            await self._wake.wait()
-        item = self._items.popleft()
-        if isinstance(item, Emit):
-            self._num_tokens -= len(item.tokens)
-        return item
+        """One reader at a time."""
+        while not self._emits and self._end is None:
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
+        if not self._emits:
+            assert self._end is not None
+            return self._end
+        emits, self._emits, self._num_tokens = self._emits, [], 0
+        return emits[0] if len(emits) == 1 else _joined(emits)
+
+
+def _joined(emits: Sequence[Emit]) -> Emit:
+    """Of one answer, each following the one before."""
+    first, last = emits[0], emits[-1]
+    tokens = tuple(token for emit in emits for token in emit.tokens)
+    return Emit(first.request_id, first.position, tokens, last.finish, first.cached_tokens, last.timings)
 
 
 class Router:
@@ -156,7 +170,7 @@ class Router:
             if received is None:
                 return
             self._note(received)
-            self._give(received)
+            self._act_on(received)
         asyncio.get_running_loop().call_soon(self._read)
 
     def _note(self, received: Received) -> None:
@@ -177,12 +191,16 @@ class Router:
             self._lives.popitem(last=False)
 
     def _give(self, event: Event) -> None:
-        now = time.monotonic()
-        for effect in self._brain.on(event, now):
-            self._perform(effect, now)
+        """An event that did not come by the link."""
+        self._act_on(event)
         # ZMQ's descriptor is edge-triggered: a send may swallow the edge of a message that came meanwhile.
         if self._hub.has_message():
             asyncio.get_running_loop().call_soon(self._read)
+
+    def _act_on(self, event: Event) -> None:
+        now = time.monotonic()
+        for effect in self._brain.on(event, now):
+            self._perform(effect, now)
 
     def _perform(self, effect: Effect, now: float) -> None:
         match effect:
@@ -262,7 +280,13 @@ async def _serve(config: RouterConfig, hub: Hub, listener: socket.socket, *, tex
     app = make_app(router, text, settings=settings, metrics_text=lambda: generate_latest(registry), registry=registry)
     server = _Server(
         uvicorn.Config(
-            app, log_config=None, access_log=False, lifespan="off", ws="none", timeout_keep_alive=_KEEP_ALIVE_S
+            app,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            proxy_headers=False,  # nobody asks who the client is
+            timeout_keep_alive=_KEEP_ALIVE_S,
         )
     )
     tasks = [asyncio.create_task(router.run()), asyncio.create_task(server.serve([listener]))]
