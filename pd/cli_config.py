@@ -56,7 +56,7 @@ _OF_INSTANCES = (
     *("max_running", "max_prefill_tokens", "max_model_len", "transfer", "transfer_devices", "transfer_param", "move"),
 )
 """Options that say nothing to a router."""
-_OF_ROUTERS = ("api_key_file", "deadline", "direction", "max_attempts", "reserve")
+_OF_ROUTERS = ("api_key_file", "deadline", "direction", "max_attempts", "reserve", "verify_kv")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*(?:([KMGT])i?B?|B)?", re.IGNORECASE)
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _ADDRESS = re.compile(r"tcp://(\[[0-9a-fA-F:]+\]|[A-Za-z0-9*][A-Za-z0-9.-]*|\*):(\d{1,5})")
@@ -82,6 +82,7 @@ def launch_config(options: LaunchOptions) -> InstanceConfig | RouterConfig:
             api_key_file=options.api_key_file,
             reserve=options.reserve,
             direction=options.direction,
+            verify_kv=options.verify_kv,
             request_s=options.deadline,
             max_attempts=options.max_attempts,
         )

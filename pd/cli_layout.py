@@ -23,7 +23,7 @@ from pd.runtime.roles.supervisor import ServeConfig, claim_port, hold_port
 from pd.runtime.wire.values import Role
 
 _KEYS = ("tp", "name", "num-pages", "threads", "cores")
-_ROUTERS_OWN = ("host", "api_key_file", "deadline", "direction", "max_attempts", "reserve")
+_ROUTERS_OWN = ("host", "api_key_file", "deadline", "direction", "max_attempts", "reserve", "verify_kv")
 _NUMBERS = ("tp", "num-pages", "threads")
 _MEMBERSHIP_PORT = urlsplit(LinkConfig().router).port or 0
 _MAX_TRIES = 16

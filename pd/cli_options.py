@@ -124,6 +124,12 @@ class SharedOptions:
             rich_help_panel=_NETWORK,
         ),
     ] = "push"
+    verify_kv: Annotated[
+        bool,
+        typer.Option(
+            "--verify-kv", help="Compare digests of KV sent and KV landed before it is used.", rich_help_panel=_NETWORK
+        ),
+    ] = False
     host: Annotated[str, typer.Option(metavar="ADDRESS", help="Where to listen.", rich_help_panel=_NETWORK)] = (
         "127.0.0.1"
     )

@@ -141,6 +141,9 @@ class RouterConfig:
     that no page of decode waits for prefill's queue."""
     direction: str = "push"
     """push: prefill writes. pull: decode reads when all is computed, and prefill keeps its pages under a lease."""
+    verify_kv: bool = False
+    """Decode compares a digest of the KV that landed with prefill's of what it sent. Off: it costs a pass over all KV
+    on both sides, and what it would find is a fault of hardware, of a library, or ours."""
     max_body_bytes: int = 8 << 20
     stream_buffer_tokens: int = 4096
     """Of one client that reads slowly; then its request is cancelled."""

@@ -30,6 +30,12 @@ Where decode pulls:
                  OFFERED ─stop | peer lost─► WITHDRAWN ─released | lease over─► DONE
     reading end  AWAITING ─ready─► READING ─landed─► DONE                             says Renew, then Released
                  READING ─cancel | fenced | …─► DROPPING ─drained─► DONE              says Released
+
+Where the two sides compare digests of what was sent and what landed (what is written is digested job by job):
+
+    offering end COMPUTING | HOLDING ─digest─► DIGESTING ─digested─► OFFERED          nobody reads before that
+    other end    RESERVED | READING ─check─► CHECKING ─agreed─► DONE                  nobody writes any more
+                 CHECKING ─differs | cancel | timeout─► DONE
 """
 
 from __future__ import annotations
@@ -48,11 +54,16 @@ class Event(Enum):
     DOUBT = auto()  # whose jobs they are: one failed, and bytes of it may land all the same
     HOLD = auto()  # writing end: computed, and no ticket yet
     OFFER = auto()  # writing end: computed, and the ticket says that the peer reads
+    DIGEST = auto()  # writing end: OFFER, but the ticket asks for a digest first
+    DIGESTED = auto()  # writing end: here it is
     RENEW = auto()  # writing end: the peer reads still
     RELEASED = auto()  # writing end: the peer has read it, or will not
     HEARD = auto()  # writing end: the peer knows how it ended
     READY = auto()  # other end: the peer's pages may be read
     LANDED = auto()  # other end: every page is here, with the first token
+    CHECK = auto()  # other end: LANDED, but it is to be compared with what was sent
+    AGREED = auto()  # other end: it is what was sent
+    DIFFERS = auto()  # other end: it is not, or nobody can say
     FENCED = auto()  # other end: the writer promises that no write will come
     CANCEL = auto()  # other end: the pages are no longer wanted
     REMIND = auto()  # either end: an answer is overdue, ask or say it again
@@ -77,6 +88,7 @@ class Effect(Enum):
     SEND_RENEW = auto()
     SEND_RELEASED = auto()
     READ = auto()
+    DIGEST = auto()  # have the ranks tell the digest of what is to be offered, or of what landed
 
 
 class OutboxState(Enum):
@@ -88,6 +100,7 @@ class OutboxState(Enum):
     STOPPING = auto()
     ABANDONED = auto()
     HOLDING = auto()  # computed; decode has no pages for it yet
+    DIGESTING = auto()  # computed, to be offered with its digest
     OFFERED = auto()  # to be read, under a lease
     WITHDRAWN = auto()  # may be read until the lease is over, and is not renewed
     LANDED = auto()  # nothing is held any more; Landed was said, and is not known to be heard
@@ -105,6 +118,7 @@ class InboxState(Enum):
     AWAITING = auto()  # nobody writes; what is to be read is not there yet
     READING = auto()
     DROPPING = auto()  # reads that nobody wants are under way
+    CHECKING = auto()  # all is here, and nobody writes; our ranks look at it
     DONE = auto()
 
 
@@ -142,6 +156,12 @@ OUTBOX: Table[OutboxState] = {
     (_O.HOLDING, _E.TIMEOUT): (_O.FENCED, (_F.SEND_FENCED, _F.FREE)),
     (_O.COMPUTING, _E.OFFER): (_O.OFFERED, (_F.SEND_READY,)),
     (_O.HOLDING, _E.OFFER): (_O.OFFERED, (_F.SEND_READY,)),
+    (_O.COMPUTING, _E.DIGEST): (_O.DIGESTING, (_F.DIGEST,)),
+    (_O.HOLDING, _E.DIGEST): (_O.DIGESTING, (_F.DIGEST,)),
+    (_O.DIGESTING, _E.DIGESTED): (_O.OFFERED, (_F.SEND_READY,)),
+    (_O.DIGESTING, _E.STOP): (_O.FENCED, (_F.SEND_FENCED, _F.FREE)),
+    (_O.DIGESTING, _E.TIMEOUT): (_O.FENCED, (_F.SEND_FENCED, _F.FREE)),
+    (_O.DIGESTING, _E.PEER_LOST): (_O.DONE, (_F.FREE,)),
     (_O.OFFERED, _E.RENEW): (_O.OFFERED, (_F.SEND_RENEWED,)),
     (_O.OFFERED, _E.RELEASED): (_O.DONE, (_F.FREE,)),
     (_O.OFFERED, _E.TIMEOUT): (_O.FENCED, (_F.SEND_FENCED, _F.FREE)),
@@ -191,6 +211,12 @@ INBOX: Table[InboxState] = {
     (_I.READING, _E.CANCEL): (_I.DROPPING, ()),
     (_I.READING, _E.TIMEOUT): (_I.DROPPING, ()),
     (_I.READING, _E.PEER_LOST): (_I.DROPPING, ()),
+    (_I.RESERVED, _E.CHECK): (_I.CHECKING, (_F.DIGEST,)),
+    (_I.READING, _E.CHECK): (_I.CHECKING, (_F.SEND_RELEASED, _F.DIGEST)),
+    (_I.CHECKING, _E.AGREED): (_I.DONE, (_F.ADMIT,)),
+    (_I.CHECKING, _E.DIFFERS): (_I.DONE, (_F.FREE,)),
+    (_I.CHECKING, _E.CANCEL): (_I.DONE, (_F.FREE,)),
+    (_I.CHECKING, _E.TIMEOUT): (_I.DONE, (_F.FREE,)),
     (_I.DROPPING, _E.DRAINED): (_I.DONE, (_F.SEND_RELEASED, _F.FREE)),
     (_I.DROPPING, _E.DOUBT): (_I.SEVERING, (_F.SEVER,)),
     (_I.DROPPING, _E.TIMEOUT): (_I.DROPPING, (_F.SEVER,)),  # makes the reads fail, and thereby end

@@ -68,6 +68,8 @@ def scenario(seed: int, profile: Profile | None = None, size: Size | None = None
     settled_at = frame.whole_at + (SETTLE_S if is_shaky else 0.0)
     probes_at = settled_at if size is Size.LARGE else frame.whole_at
     reserve, direction = POLICIES[seed // len(PROFILES) % len(POLICIES)]
+    verifies = seed // 7 % 3 == 0
+    odds = _odds(rng, profile, size)
     return Scenario(
         seed,
         profile,
@@ -76,7 +78,7 @@ def scenario(seed: int, profile: Profile | None = None, size: Size | None = None
         tuple(asks),
         tuple(_probe(rng, probes_at + 0.01 * index, index) for index in range(frame.num_probes)),
         tuple(strikes),
-        _odds(rng, profile, size),
+        replace(odds, corrupt=0.05) if verifies and is_shaky else odds,
         can_sever=profile is Profile.CALM or rng.random() < 0.5,
         whole_at=frame.whole_at,
         settled_at=settled_at,
@@ -86,6 +88,7 @@ def scenario(seed: int, profile: Profile | None = None, size: Size | None = None
         is_encoded=seed % 4 == 0,
         reserve=reserve,
         direction=direction,
+        verifies=verifies,
         clock_offsets={name: rng.choice((0.0, rng.uniform(0.0, 3600.0))) for name in ["router", *names]},
         clock_rates={name: rng.choice((1.0, rng.uniform(0.97, 1.03))) for name in ["router", *names]},
     )

@@ -28,6 +28,7 @@ from pd.runtime.core.pages import PageTable
 from pd.runtime.core.prefill import PrefillPart
 from pd.runtime.core.prefix import PrefixCache
 from pd.runtime.core.ranks import Tally
+from pd.runtime.core.reads import Reads
 from pd.runtime.core.router import RouterBrain
 from pd.runtime.core.timetable import Timetable
 from pd.runtime.wire.messages import Fenced, Landed, Missing, Prefill, Reserve, Wanted
@@ -301,7 +302,22 @@ FAULTS: dict[str, Plant] = {
     "pages are free while a read that is dropped goes on": inbox_rows(
         {(InboxState.READING, On.CANCEL): FREED, (InboxState.READING, On.TIMEOUT): FREED}
     ),
+    "digests that differ are ignored": instead(
+        Reads, "_compare", lambda self, inbox, done, now: self._inboxes.move(inbox, On.AGREED, now=now)
+    ),
+    "what landed is used before it is compared": inbox_rows(
+        {
+            (R, On.CHECK): (InboxState.DONE, (Do.ADMIT,)),
+            (InboxState.READING, On.CHECK): (InboxState.DONE, (Do.SEND_RELEASED, Do.ADMIT)),
+        }
+    ),
     # the writing end
+    "Ready is said before its digest is made": outbox_rows(
+        {
+            (C, On.DIGEST): (OutboxState.OFFERED, (Do.SEND_READY,)),
+            (OutboxState.HOLDING, On.DIGEST): (OutboxState.OFFERED, (Do.SEND_READY,)),
+        }
+    ),
     "Landed is said before the last write is done": outbox_rows(
         {(C, On.COMPUTED): (OutboxState.LANDED, (Do.SEND_LANDED, Do.FREE))}
     ),

@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from functools import partial
 
 from pd.runtime.core.events import Peer
+from pd.runtime.core.ranks import DIGESTS
 from pd.runtime.wire.messages import Reserve
 from pd.runtime.wire.plans import (
     Attach,
     Chunk,
+    Digest,
     FromRank,
     PeerUnreachable,
     Sever,
@@ -100,7 +102,7 @@ class Ranks:
         for chunk in plan.chunks:
             self._take(chunk.pages, chunk.slot)
         writes = [
-            Write(job, rank, self, self.peer_of(rank, job.peer), partial(self._ended, rank, job.job))
+            Write(job, rank, self, self.peer_of(rank, job.peer), partial(self._ended, rank, job))
             for job in plan.writes
             for rank in range(self._num_ranks)
         ]
@@ -110,8 +112,14 @@ class Ranks:
         if len(self._plans) == 1:
             self._begin()
 
-    def order(self, message: Attach | Sever | Transfer) -> None:
+    def order(self, message: Attach | Sever | Transfer | Digest) -> None:
         match message:
+            case Digest(job=job):
+                self._num_due += self._num_ranks
+                for rank in range(self._num_ranks):
+                    is_late = self._rng.random() < self._plane.odds.lost_completion
+                    seconds = self._rng.uniform(0.0, 2.0) if is_late else self._rng.expovariate(500.0)
+                    self._clock.after(seconds * self.slowness(), self._tell_digest, rank, job)
             case Transfer(jobs=jobs, is_read=is_read):
                 for job in jobs:
                     for rank in range(self._num_ranks):
@@ -155,7 +163,7 @@ class Ranks:
         return [page for write in self._plane.reaching(self) for page in write.job.dst_pages]
 
     def _move(self, job: WriteJob, rank: int, *, is_read: bool) -> None:
-        write = Write(job, rank, self, self.peer_of(rank, job.peer), partial(self._ended, rank, job.job), is_read)
+        write = Write(job, rank, self, self.peer_of(rank, job.peer), partial(self._ended, rank, job), is_read)
         self._plane.plan(write)
         self._clock.after(self._rng.expovariate(500.0), self._plane.start, write)
 
@@ -245,9 +253,25 @@ class Ranks:
             del self._peers[rank][peer.name]
         self._answer(rank, Severed(*peer, clean=clean))
 
-    def _ended(self, rank: int, job: int, error: str | None, may_land: bool) -> None:
+    def _ended(self, rank: int, job: WriteJob, error: str | None, may_land: bool) -> None:
+        if not self.is_alive:
+            return
+        digest = self._digest(rank, job) if job.is_digested else None
+        self._answer(rank, WriteDone(job.job, error, nbytes=0, seconds=0.0, may_land=may_land, digest=digest))
+
+    def _tell_digest(self, rank: int, job: WriteJob) -> None:
+        self._num_due -= 1
         if self.is_alive:
-            self._answer(rank, WriteDone(job, error, nbytes=0, seconds=0.0, may_land=may_land))
+            self._answer(rank, WriteDone(job.job, None, nbytes=0, seconds=0.0, digest=self._digest(rank, job)))
+
+    def _digest(self, rank: int, job: WriteJob) -> int:
+        """Of the rank's heads of the job's tokens, which are on its source pages here."""
+        digest = 0
+        for token in range(job.start, job.stop):
+            page = job.src_pages[(token - job.start) // self.page_size]
+            for head in self.heads_of(rank):
+                digest += hash((token, head, self.pool[head][page][token % self.page_size])) ** 2  # else +1, -1 cancel
+        return digest % DIGESTS
 
     def _answer(self, rank: int, message: FromRank) -> None:
         """To the leader: late, but in order."""

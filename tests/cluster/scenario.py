@@ -59,6 +59,7 @@ class Odds:
     lost_completion: float = 0.0  # one rank's share of a job never ends by itself
     unreachable: float = 0.0  # with a write error: the ranks say the peer is out of reach
     attach_error: float = 0.0  # a rank cannot connect
+    corrupt: float = 0.0  # a value of what lands is another; only where digests are compared
     write_s: float = 0.01  # how long a write takes, on average
 
 
@@ -104,3 +105,4 @@ class Scenario:
     clock_rates: dict[str, float] = field(default_factory=dict)
     reserve: str = "early"  # the router's policies
     direction: str = "push"
+    verifies: bool = False

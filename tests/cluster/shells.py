@@ -31,7 +31,7 @@ TICK_S = 0.1
 IDLE_TICK_S = 0.2
 """Where nothing but idle talk was heard since the last one: then there are only deadlines of many ticks."""
 TICK = Tick()
-COUNTED = frozenset(("preempted", "quarantined", "severed", "repeated", "stale"))
+COUNTED = frozenset(("preempted", "quarantined", "severed", "repeated", "stale", "corrupted"))
 """Stamps that tell what a run went through."""
 
 

@@ -19,6 +19,7 @@ LIMIT_S = 120.0
 HAPPENED = {
     "attach error": 500,
     "client left": 500,
+    "corrupted": 200,
     "cut off": 500,
     "death for good": 100,
     "delay": 500,

@@ -48,6 +48,7 @@ INSTANCE_DEADLINES = settings.Deadlines(
     heard_s=2.0,
     holding_s=1.2,
     lease_s=0.8,
+    checking_s=0.6,
     remind_s=0.2,
     sever_again_s=0.4,
     vanished_s=1.0,
@@ -236,7 +237,14 @@ class World:
     def _start_router(self) -> None:
         life = self._new_life(ROUTER)
         told = self.scenario
-        config = RouterConfig(max_queue=64, queue_s=5.0, max_attempts=4, reserve=told.reserve, direction=told.direction)
+        config = RouterConfig(
+            max_queue=64,
+            queue_s=5.0,
+            max_attempts=4,
+            reserve=told.reserve,
+            direction=told.direction,
+            verify_kv=told.verifies,
+        )
         shell = self._shell(life, self._brains.router(config, life.epoch, ROUTER_DEADLINES))
         shell.tell = self._tell
         shell.start(self._rng)

@@ -170,6 +170,10 @@ class DataPlane:
             for head in write.heads:
                 value = source.pool[head][from_page][token % source.page_size]
                 target.pool[head][page][token % target.page_size] = value
+        if tokens and self.odds.corrupt and self._rng.random() < self.odds.corrupt:
+            token, head = self._rng.choice(tokens), self._rng.choice(write.heads)
+            page = job.dst_pages[(token - job.start) // target.page_size]
+            target.pool[head][page][token % target.page_size] ^= 1
 
     def _finish(self, write: Write, tokens: range) -> None:
         if write.is_over or write.is_orphan:

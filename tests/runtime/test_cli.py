@@ -204,6 +204,15 @@ def test_a_deadline_is_a_number_of_seconds(deadline: float) -> None:
     assert fault == f"--deadline is {deadline:g}, must be a number of seconds above 0"
 
 
+def test_the_router_alone_is_told_to_verify() -> None:
+    config = launch_config(LaunchOptions(role="router", verify_kv=True))
+    assert isinstance(config, RouterConfig) and config.verify_kv
+    router, *instances = launches(ServeOptions(verify_kv=True))
+    assert router.verify_kv and not any(instance.verify_kv for instance in instances)
+    (fault,) = faults(LaunchOptions(role="decode", verify_kv=True))
+    assert fault == "--verify-kv is for the router; an instance has no use for it"
+
+
 def test_attempts_and_deadline_reach_the_router() -> None:
     config = launch_config(LaunchOptions(role="router", max_attempts=7, deadline=2.5))
     assert isinstance(config, RouterConfig)

@@ -15,11 +15,12 @@ def lines(registry: CollectorRegistry) -> list[str]:
 def test_events_are_counted_by_kind_and_unknown_ones_make_no_series() -> None:
     registry = CollectorRegistry()
     metrics = RouterMetrics(registry)
-    for what in ("repeated", "repeated", "lost", "placed"):
+    for what in ("repeated", "repeated", "lost", "corrupted", "placed"):
         metrics.stamped(what)
     counted = [line for line in lines(registry) if line.startswith("pd_router_events_total")]
     assert 'pd_router_events_total{what="repeated"} 2.0' in counted
     assert 'pd_router_events_total{what="lost"} 1.0' in counted
+    assert 'pd_router_events_total{what="corrupted"} 1.0' in counted
     assert 'pd_router_events_total{what="suspect"} 0.0' in counted
     assert not any("placed" in line for line in counted)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pd.runtime.engine.kv_pool import staging_base
+from pd.runtime.roles.checking import Checker
 from pd.runtime.roles.mover import Mover, rank_name
 from pd.runtime.roles.packing import Packer
 from pd.runtime.wire.plans import Attach, PeerUnreachable, WriteDone, WriteJob
@@ -36,7 +37,8 @@ class Side:
             region = torch.frombuffer(transport.allocate(base + NUM_SLOTS * SLOT_NBYTES), dtype=torch.uint8)
             packer = Packer(transport, region, base, NUM_SLOTS, SLOT_NBYTES)
             self.regions.append(region)
-            self.movers.append(Mover(rank, layout, self.shards, transport, packer, move))
+            checker = Checker(region, End(layout, shard))
+            self.movers.append(Mover(rank, layout, self.shards, transport, packer, move, checker))
 
     def order(self) -> Attach:
         return Attach(self.name, "e", self.layout, self.shards, tuple(t.endpoint() for t in self.transports))

@@ -16,7 +16,7 @@ SHARED = {
     *("--api-key-file", "--cluster-key", "--deadline", "--insecure", "--kernels", "--no-graphs", "--max-attempts"),
     *("--cores", "--device", "--dtype", "--host", "--kv-memory", "--max-model-len", "--max-prefill-tokens"),
     *("--max-running", "--no-prefix-cache", "--num-pages", "--page-size", "--port", "--served-name", "--threads"),
-    *("--direction", "--move", "--reserve", "--transfer", "--transfer-devices", "--transfer-param"),
+    *("--direction", "--move", "--reserve", "--transfer", "--transfer-devices", "--transfer-param", "--verify-kv"),
 }
 TRAFFIC = {
     *("--allow-eos", "--arrival", "--chat", "--dataset", "--duration", "--extra", "--num-requests", "--output"),

@@ -40,6 +40,10 @@ O, I, E, F = OutboxState, InboxState, Event, Effect  # noqa: E741
         ((E.STOP, E.REMIND, E.REMIND, E.HEARD), O.DONE, (F.SEND_FENCED, F.FREE, F.SEND_FENCED, F.SEND_FENCED)),
         ((E.START, E.COMPUTED, E.DRAINED, E.TIMEOUT), O.DONE, (F.SEND_LANDED, F.FREE)),
         ((E.STOP, E.PEER_LOST), O.DONE, (F.SEND_FENCED, F.FREE)),
+        ((E.START, E.DIGEST, E.DIGESTED, E.RELEASED), O.DONE, (F.DIGEST, F.SEND_READY, F.FREE)),
+        ((E.START, E.HOLD, E.DIGEST, E.TIMEOUT, E.DIGESTED), O.FENCED, (F.DIGEST, F.SEND_FENCED, F.FREE)),
+        ((E.START, E.DIGEST, E.STOP), O.FENCED, (F.DIGEST, F.SEND_FENCED, F.FREE)),
+        ((E.START, E.DIGEST, E.PEER_LOST), O.DONE, (F.DIGEST, F.FREE)),
     ],
 )
 def test_the_writing_end(events: tuple[Event, ...], state: OutboxState, effects: tuple[Effect, ...]) -> None:
@@ -68,6 +72,12 @@ def test_the_writing_end(events: tuple[Event, ...], state: OutboxState, effects:
         ((E.PEER_LOST, E.UNCLEAN, E.FENCED), I.DONE, (F.SEVER, F.QUARANTINE, F.READMIT)),
         ((E.PEER_LOST, E.UNCLEAN, E.LANDED), I.DONE, (F.SEVER, F.QUARANTINE, F.READMIT)),
         ((E.LANDED, E.LANDED, E.CANCEL, E.PEER_LOST), I.DONE, (F.ADMIT,)),
+        ((E.CHECK, E.AGREED), I.DONE, (F.DIGEST, F.ADMIT)),
+        ((E.CHECK, E.DIFFERS), I.DONE, (F.DIGEST, F.FREE)),
+        ((E.CHECK, E.CHECK, E.LANDED, E.FENCED, E.PEER_LOST, E.SEVERED), I.CHECKING, (F.DIGEST,)),
+        ((E.CHECK, E.CANCEL, E.AGREED), I.DONE, (F.DIGEST, F.FREE)),
+        ((E.CHECK, E.TIMEOUT, E.AGREED), I.DONE, (F.DIGEST, F.FREE)),
+        ((E.CANCEL, E.AGREED, E.FENCED), I.DONE, (F.SEND_STOP, F.FREE)),
     ],
 )
 def test_the_end_that_is_written(events: tuple[Event, ...], state: InboxState, effects: tuple[Effect, ...]) -> None:
@@ -83,6 +93,7 @@ def test_the_end_that_is_written(events: tuple[Event, ...], state: InboxState, e
         ((E.PEER_LOST,), I.DONE, (F.FREE,)),
         ((E.READY, E.CANCEL, E.LANDED, E.DRAINED), I.DONE, (F.READ, F.SEND_RENEW, F.SEND_RELEASED, F.FREE)),
         ((E.READY, E.FENCED, E.TIMEOUT), I.DROPPING, (F.READ, F.SEND_RENEW, F.SEVER)),
+        ((E.READY, E.CHECK, E.AGREED), I.DONE, (F.READ, F.SEND_RENEW, F.SEND_RELEASED, F.DIGEST, F.ADMIT)),
         ((E.READY, E.TIMEOUT, E.DOUBT, E.SEVERED), I.DONE, (F.READ, F.SEND_RENEW, F.SEVER, F.FREE)),
     ],
 )
@@ -93,7 +104,7 @@ def test_the_end_that_reads(events: tuple[Event, ...], state: InboxState, effect
 def test_the_writing_end_lets_go_only_when_no_write_is_open() -> None:
     for (state, event), (_, effects) in OUTBOX.items():
         if F.FREE in effects:
-            writes_nothing = state in (O.QUEUED, O.HOLDING, O.OFFERED, O.WITHDRAWN)
+            writes_nothing = state in (O.QUEUED, O.HOLDING, O.DIGESTING, O.OFFERED, O.WITHDRAWN)
             assert event is E.DRAINED or writes_nothing, f"{state} frees on {event}"
 
 
@@ -107,15 +118,17 @@ def test_the_written_end_lets_go_only_on_a_proof() -> None:
     for (state, event), (_, effects) in INBOX.items():
         if {F.FREE, F.READMIT, F.ADMIT} & set(effects):
             is_proof = event in (E.LANDED, E.FENCED, E.SEVERED)
-            nobody_writes = state is I.AWAITING or (state, event) == (I.DROPPING, E.DRAINED)
+            nobody_writes = state in (I.AWAITING, I.CHECKING) or (state, event) == (I.DROPPING, E.DRAINED)
             assert is_proof or nobody_writes, f"{state} lets go on {event}"
 
 
 def test_whatever_happens_pages_are_let_go_exactly_once_and_only_at_the_end() -> None:
     ours = (E.START, E.CHUNK, E.COMPUTED, E.HOLD, E.OFFER, E.DRAINED, E.RELEASED, E.STOP, E.TIMEOUT, E.PEER_LOST)
-    theirs = (E.LANDED, E.FENCED, E.CANCEL, E.REMIND, E.SEVERED, E.UNCLEAN, E.TIMEOUT, E.PEER_LOST)
-    reading = (E.READY, E.LANDED, E.FENCED, E.CANCEL, E.DRAINED, E.DOUBT, E.SEVERED, E.TIMEOUT, E.PEER_LOST)
-    for events in itertools.product(ours, repeat=5):
+    digested = (E.START, E.HOLD, E.DIGEST, E.DIGESTED, E.RELEASED, E.STOP, E.TIMEOUT, E.PEER_LOST, E.DRAINED)
+    checked = (E.LANDED, E.CHECK, E.AGREED, E.DIFFERS)
+    theirs = (*checked, E.FENCED, E.CANCEL, E.REMIND, E.SEVERED, E.UNCLEAN, E.TIMEOUT, E.PEER_LOST)
+    reading = (*checked, E.READY, E.FENCED, E.CANCEL, E.DRAINED, E.DOUBT, E.SEVERED, E.TIMEOUT, E.PEER_LOST)
+    for events in itertools.chain(itertools.product(ours, repeat=5), itertools.product(digested, repeat=4)):
         outbox, effects = run_outbox(events)
         assert effects.count(F.FREE) == (outbox in (O.LANDED, O.FENCED, O.DONE)), events
     runs = [(I.RESERVED, events) for events in itertools.product(theirs, repeat=4)]

@@ -244,6 +244,7 @@ class Dispatch:
             *answer.prefill.peer,
             deadline_s=limits.reserve_s + prefill_s + limits.land_s,
             is_pull=self._config.direction == "pull",
+            verifies=self._config.verify_kv,
         )
         answer.asked.append(answer.decode)
         self._effects.append(Send(answer.decode.name, reserve))

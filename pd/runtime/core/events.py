@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pd.runtime.wire.messages import AnyMessage
-from pd.runtime.wire.plans import Attach, Sever, StepPlan, Transfer
+from pd.runtime.wire.plans import Attach, Digest, Sever, StepPlan, Transfer
 from pd.runtime.wire.values import Finish, Sampling, Token
 
 ROUTER = "router"
@@ -95,7 +95,7 @@ class Launch:
 class Order:
     """To every rank, outside the sequence of steps."""
 
-    message: Attach | Sever | Transfer
+    message: Attach | Sever | Transfer | Digest
 
 
 class Timings(NamedTuple):

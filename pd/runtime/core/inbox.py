@@ -5,6 +5,7 @@ Rules
 2. Landed and Fenced count only from the very life the pages were promised to.
 3. A life is promised pages only while our ranks could sever it, and nothing more once they were told to.
 4. A prefix that is here already is held, not promised: its pages are shared, and no peer may write them.
+5. Where digests are compared, nothing is cached or decoded of what landed before they agree.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ from pd.runtime.core.prefix import PrefixCache
 from pd.runtime.core.request import Phase, Request, limit_of
 from pd.runtime.core.settings import BrainSettings, Deadlines
 from pd.runtime.wire.messages import Failed, Landed, Ready, Refused, Released, Renew, Reserve, Reserved, Stop
-from pd.runtime.wire.plans import Severed, Transfer, WriteJob
+from pd.runtime.wire.plans import Digest, Severed, Transfer, WriteJob
 from pd.runtime.wire.values import Handle, Stage, Ticket, Token
 from pd.transfer import handoff
 from pd.transfer.handoff import INBOX, Event, InboxState
+
+_WANTED = (InboxState.RESERVED, InboxState.AWAITING, InboxState.READING, InboxState.CHECKING)
 
 
 @dataclass(slots=True, eq=False)
@@ -39,6 +42,7 @@ class Inbox:
     state: InboxState = InboxState.RESERVED
     first: Token | None = None
     ready: Ready | None = None  # what of the peer's is to be read
+    digest: int | None = None  # of what the peer sent, by its own word
     num_open: int = 0  # reads
     is_doubtful: bool = False  # a read has failed, and bytes of it may land
     read_at: float | None = None  # when the last read was done
@@ -46,8 +50,13 @@ class Inbox:
 
     @property
     def is_wanted(self) -> bool:
-        """Not landed, and not given up."""
-        return self.state in (InboxState.RESERVED, InboxState.AWAITING, InboxState.READING)
+        """Not handed on, and not given up."""
+        return self.state in _WANTED
+
+    @property
+    def arrived(self) -> Event:
+        """What it is that every page is here."""
+        return Event.CHECK if self.reserve.verifies and self.is_wanted else Event.LANDED
 
     @property
     def drained(self) -> Event:
@@ -65,12 +74,12 @@ class ReadJobs:
     def begin(self, inbox: Inbox, page_size: int) -> WriteJob:
         """All that the peer offers, into the pages that are not held."""
         assert inbox.ready is not None, "nothing is offered"
-        self._last_job += 1
-        self._inboxes[self._last_job] = inbox
-        inbox.num_open += 1
-        shared, stop = inbox.table.num_shared, len(inbox.reserve.tokens)
-        ours = tuple(inbox.table.pages[shared : num_pages_for(stop, page_size)])
-        return WriteJob(self._last_job, inbox.life.name, shared * page_size, stop, inbox.ready.pages, ours)
+        return self._job(inbox, page_size, src_pages=inbox.ready.pages)
+
+    def digest(self, inbox: Inbox, page_size: int) -> Digest:
+        """A job that moves nothing: all that landed."""
+        job = self._job(inbox, page_size, src_pages=None)
+        return Digest(job, is_own=True)
 
     def end(self, job: int) -> Inbox:
         inbox = self._inboxes.pop(job)
@@ -83,6 +92,16 @@ class ReadJobs:
     def has_open(self, peer: str) -> bool:
         """Of any life of `peer`."""
         return any(inbox.life.name == peer for inbox in self._inboxes.values())
+
+    def _job(self, inbox: Inbox, page_size: int, *, src_pages: tuple[int, ...] | None) -> WriteJob:
+        """Of the pages that are not held; from `src_pages` into them, or (None) of them alone."""
+        self._last_job += 1
+        self._inboxes[self._last_job] = inbox
+        inbox.num_open += 1
+        shared, stop = inbox.table.num_shared, len(inbox.reserve.tokens)
+        ours = tuple(inbox.table.pages[shared : num_pages_for(stop, page_size)])
+        src, dst = (ours, ()) if src_pages is None else (src_pages, ours)
+        return WriteJob(self._last_job, inbox.life.name, shared * page_size, stop, src, dst)
 
 
 class Inboxes:
@@ -119,7 +138,7 @@ class Inboxes:
             inbox.state = InboxState.AWAITING
         written = taken.pages[taken.num_shared : num_pages_for(len(message.tokens), size)]
         held = taken.num_shared * size
-        ticket = Ticket(*self._me, tuple(written), held, life.epoch, message.is_pull)
+        ticket = Ticket(*self._me, tuple(written), held, life.epoch, message.is_pull, message.verifies)
         return [Send(ROUTER, Reserved(handle, ticket)), Stamp(str(handle), "reserved", f"{held} tokens held")]
 
     def landed(self, sender: Peer, message: Landed, *, now: float) -> list[Effect] | None:
@@ -127,8 +146,8 @@ class Inboxes:
         inbox = self.find(message.handle, sender)
         if inbox is None or message.position != len(inbox.reserve.tokens):
             return None
-        inbox.first = message.token
-        return self.move(inbox, Event.LANDED, now=now)
+        inbox.first, inbox.digest = message.token, message.digest
+        return self.move(inbox, inbox.arrived, now=now)
 
     def fenced(self, sender: Peer, handle: Handle, *, now: float) -> list[Effect] | None:
         """None if no such handoff waits for it."""
@@ -145,7 +164,7 @@ class Inboxes:
         effects: list[Effect] = []
         reason = f"prefill instance {life.name} is lost"
         for inbox in self:
-            if inbox.life == life:
+            if inbox.life == life and inbox.state is not InboxState.CHECKING:  # that needs nobody else
                 effects += self.fail(inbox, Event.PEER_LOST, reason=reason, now=now)
         return effects
 
@@ -164,6 +183,8 @@ class Inboxes:
         for inbox in self:
             if inbox.state is not InboxState.QUARANTINED and now >= inbox.deadline:
                 reason = f"not landed within {inbox.reserve.deadline_s:g} s"
+                if inbox.state is InboxState.CHECKING:
+                    reason = f"landed, and no digest of it within {self._settings.deadlines.checking_s:g} s"
                 effects += self.fail(inbox, Event.TIMEOUT, reason=reason, now=now)
             elif now >= inbox.remind_at:
                 effects += self.move(inbox, Event.REMIND, now=now)
@@ -207,12 +228,14 @@ class Inboxes:
         reason = f"{num_pages} pages are needed, {num_available} are free"
         return Refused(message.handle, reason, self._settings.deadlines.retry_after_s)
 
-    def fail(self, inbox: Inbox, event: Event, *, reason: str, now: float) -> list[Effect]:
+    def fail(
+        self, inbox: Inbox, event: Event, *, reason: str, now: float, stage: Stage = Stage.TRANSFER
+    ) -> list[Effect]:
         """Move on `event`; the first time, that is the end of the attempt and the router is told."""
         effects: list[Effect] = []
         if inbox.is_wanted:
             handle = inbox.reserve.handle
-            effects.append(Send(ROUTER, Failed(handle, Stage.TRANSFER, reason, retryable=True)))
+            effects.append(Send(ROUTER, Failed(handle, stage, reason, retryable=True)))
             effects.append(Stamp(str(handle), "failed", reason))
         return effects + self.move(inbox, event, now=now)
 
@@ -246,6 +269,8 @@ class Inboxes:
                 return [Send(peer, Released(handle))]
             case handoff.Effect.READ:
                 return [Order(Transfer((self.reads.begin(inbox, self._settings.page_size),), is_read=True))]
+            case handoff.Effect.DIGEST:
+                return [Order(self.reads.digest(inbox, self._settings.page_size))]
             case handoff.Effect.SEVER:
                 return self._links.cut(inbox.life)
             case handoff.Effect.FREE:
@@ -285,5 +310,7 @@ def _patience(state: InboxState, deadlines: Deadlines) -> float:
             return deadlines.draining_s
         case InboxState.DROPPING:
             return deadlines.stopping_s
+        case InboxState.CHECKING:
+            return deadlines.checking_s
         case _:
             return deadlines.fencing_s

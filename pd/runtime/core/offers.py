@@ -10,12 +10,12 @@ from __future__ import annotations
 from pd.runtime.core.entry import APART_S, ticket_fault
 from pd.runtime.core.events import ROUTER, Effect, Order, Peer, Send, Stamp
 from pd.runtime.core.lives import Links
-from pd.runtime.core.outbox import Outboxes
+from pd.runtime.core.outbox import Outboxes, offering
 from pd.runtime.core.prefill import PrefillPart
 from pd.runtime.core.settings import BrainSettings
 from pd.runtime.wire.messages import Fenced, Refused, Renew
-from pd.runtime.wire.plans import Transfer
-from pd.runtime.wire.values import Handle, Ticket
+from pd.runtime.wire.plans import Transfer, WriteDone
+from pd.runtime.wire.values import Handle, Stage, Ticket
 from pd.transfer.handoff import Event, OutboxState
 
 
@@ -50,7 +50,21 @@ class Offers:
         self._outboxes.assign(outbox, ticket)
         jobs = self._outboxes.write(outbox, stop=num_tokens)
         moves: list[Effect] = [Order(Transfer(tuple(jobs)))] if jobs else []
-        return moves + self._outboxes.move(outbox, Event.OFFER if ticket.is_pull else Event.COMPUTED, now=now)
+        return moves + self._outboxes.move(outbox, offering(ticket) if ticket.is_pull else Event.COMPUTED, now=now)
+
+    def is_waiting_for(self, job: int) -> bool:
+        """The digest of what is to be offered is asked of the ranks by that number."""
+        return self._outboxes.digests.is_open(job)
+
+    def digested(self, done: WriteDone, *, now: float) -> list[Effect]:
+        """Every rank has told its digest of what is to be offered, unless it was given up meanwhile."""
+        outbox = self._outboxes.digests.end(done)
+        if outbox.state is not OutboxState.DIGESTING:
+            return []
+        if done.error is None:
+            return self._outboxes.move(outbox, Event.DIGESTED, now=now)
+        reason = f"there is no digest of it: {done.error}"
+        return self._prefill.fail(outbox.request.handle, Stage.TRANSFER, reason=reason, now=now)
 
     def heard(self, sender: Peer, handle: Handle, *, now: float) -> list[Effect]:
         """The peer knows how the handoff ended."""

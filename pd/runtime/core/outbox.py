@@ -16,14 +16,15 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from pd.runtime.core.doubts import Doubts
-from pd.runtime.core.events import Effect, Peer, Send, Stamp
+from pd.runtime.core.events import Effect, Order, Peer, Send, Stamp
 from pd.runtime.core.flight import Flight
 from pd.runtime.core.lives import Links
 from pd.runtime.core.pages import num_pages_for
+from pd.runtime.core.ranks import DIGESTS
 from pd.runtime.core.request import Request
 from pd.runtime.core.settings import BrainSettings
 from pd.runtime.wire.messages import Fenced, Landed, Ready, Renewed
-from pd.runtime.wire.plans import WriteDone, WriteJob
+from pd.runtime.wire.plans import Digest, WriteDone, WriteJob
 from pd.runtime.wire.values import Handle, Ticket, Token
 from pd.transfer import handoff
 from pd.transfer.handoff import OUTBOX, Event, OutboxState
@@ -46,6 +47,7 @@ class Outbox:
     reason: str = ""  # why it is fenced
     remind_at: float = math.inf  # when the last word is said again
     renewed_at: float = 0.0  # the peer's time in its latest Renew
+    digest: int = 0  # of what ended jobs have sent, where the ticket asks for it
 
     @property
     def is_said(self) -> bool:
@@ -58,6 +60,26 @@ class Outbox:
         return self.state in _OVER
 
 
+class DigestJobs:
+    """Of what is to be offered: given to the ranks, and not told by all. One may outlive its handoff."""
+
+    def __init__(self) -> None:
+        self._outboxes: dict[int, Outbox] = {}
+
+    def begin(self, outbox: Outbox, job: WriteJob) -> Digest:
+        self._outboxes[job.job] = outbox
+        return Digest(job, is_own=False)
+
+    def end(self, done: WriteDone) -> Outbox:
+        """Every rank has told its own."""
+        outbox = self._outboxes.pop(done.job)
+        outbox.digest = done.digest or 0
+        return outbox
+
+    def is_open(self, job: int) -> bool:
+        return job in self._outboxes
+
+
 class Outboxes:
     def __init__(self, settings: BrainSettings, flight: Flight, links: Links) -> None:
         self._settings = settings
@@ -65,6 +87,7 @@ class Outboxes:
         self._links = links
         self._outboxes: dict[Handle, Outbox] = {}
         self._jobs: dict[int, Outbox] = {}
+        self.digests = DigestJobs()
         self.doubts = Doubts()
         self._last_job = 0
 
@@ -117,13 +140,17 @@ class Outboxes:
         while outbox.num_sent < end:
             start = outbox.num_sent
             outbox.num_sent = min(end, start + longest)
-            jobs.append(self._job(outbox, outbox.ticket, start, stop=outbox.num_sent))
+            job = self._job(outbox, outbox.ticket, start, stop=outbox.num_sent)
+            self._jobs[job.job] = outbox
+            outbox.num_open += 1
+            jobs.append(job)
         return jobs
 
     def end_job(self, done: WriteDone, now: float) -> Outbox:
         """Every rank has ended this job, well or not. The caller moves its outbox on."""
         outbox = self._jobs.pop(done.job)
         outbox.num_open -= 1
+        outbox.digest = (outbox.digest + (done.digest or 0)) % DIGESTS
         self._set_deadline(outbox, now)
         return outbox
 
@@ -160,18 +187,17 @@ class Outboxes:
             assert outbox.request.table.pages, f"job {job} of {handle} reads pages that were given back"
 
     def _job(self, outbox: Outbox, ticket: Ticket, start: int, *, stop: int) -> WriteJob:
+        """The next, of tokens that were not sent."""
         self._last_job += 1
-        self._jobs[self._last_job] = outbox
-        outbox.num_open += 1
         size, held = self._settings.page_size, ticket.held_tokens
         ours = outbox.request.table.pages[start // size : num_pages_for(stop, size)]
         theirs = ticket.pages[(start - held) // outbox.page_size : num_pages_for(stop - held, outbox.page_size)]
-        return WriteJob(self._last_job, ticket.decode, start, stop, tuple(ours), theirs)
+        return WriteJob(self._last_job, ticket.decode, start, stop, tuple(ours), theirs, ticket.verifies)
 
     def _set_deadline(self, outbox: Outbox, now: float) -> None:
         deadlines = self._settings.deadlines
         match outbox.state:
-            case OutboxState.DRAINING:
+            case OutboxState.DRAINING | OutboxState.DIGESTING:
                 outbox.deadline = now + deadlines.draining_s
             case OutboxState.STOPPING | OutboxState.ABANDONED:
                 outbox.deadline = now + deadlines.stopping_s
@@ -199,14 +225,19 @@ class Outboxes:
         match effect:
             case handoff.Effect.SEND_LANDED:
                 assert outbox.first is not None, f"{request.handle} drained before its first token"
-                landed = Send(life.name, Landed(request.handle, len(request.tokens), outbox.first))
+                landed = Landed(request.handle, len(request.tokens), outbox.first, _digest_of(outbox))
+                said = Send(life.name, landed)
                 is_news = outbox.remind_at == math.inf
-                return [landed, Stamp(str(request.handle), "drained", f"to {life.name}")] if is_news else [landed]
+                return [said, Stamp(str(request.handle), "drained", f"to {life.name}")] if is_news else [said]
             case handoff.Effect.SEND_FENCED:
                 return [Send(life.name, Fenced(request.handle, outbox.reason))]
             case handoff.Effect.SEND_READY:
                 ready = _ready(outbox, self._settings.page_size, lease_s)
                 return [Send(life.name, ready), Stamp(str(request.handle), "offered")]
+            case handoff.Effect.DIGEST:
+                assert outbox.ticket is not None, f"{request.handle} is offered to nobody"
+                job = self._job(outbox, outbox.ticket, outbox.num_sent, stop=len(request.tokens))
+                return [Order(self.digests.begin(outbox, job))]
             case handoff.Effect.SEND_RENEWED:
                 outbox.deadline = now + lease_s
                 return [Send(life.name, Renewed(request.handle, outbox.renewed_at))]
@@ -221,4 +252,13 @@ def _ready(outbox: Outbox, page_size: int, lease_s: float) -> Ready:
     request, num_tokens = outbox.request, len(outbox.request.tokens)
     assert outbox.first is not None and outbox.ticket is not None, f"{request.handle} is offered too early"
     pages = request.table.pages[outbox.ticket.held_tokens // page_size : num_pages_for(num_tokens, page_size)]
-    return Ready(request.handle, num_tokens, outbox.first, tuple(pages), lease_s)
+    return Ready(request.handle, num_tokens, outbox.first, tuple(pages), lease_s, _digest_of(outbox))
+
+
+def _digest_of(outbox: Outbox) -> int | None:
+    return outbox.digest if outbox.ticket is not None and outbox.ticket.verifies else None
+
+
+def offering(ticket: Ticket) -> Event:
+    """What it is that all is computed which decode is to read."""
+    return Event.DIGEST if ticket.verifies else Event.OFFER

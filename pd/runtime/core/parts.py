@@ -55,7 +55,7 @@ class Parts:
             self.offers = Offers(settings, me, prefill=self.prefill, outboxes=outboxes, links=self.links)
         if role is Role.DECODE and self.decode is not None:
             self.inboxes = Inboxes(settings, me, pages=self.pages, links=self.links, decode=self.decode)
-            self.reads = Reads(self.inboxes)
+            self.reads = Reads(settings, self.inboxes, self.links)
 
     @property
     def has_work(self) -> bool:

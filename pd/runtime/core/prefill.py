@@ -12,7 +12,7 @@ from pd.runtime.core.decode import DecodePart
 from pd.runtime.core.entry import Fault, misfit, refuse, ticket_fault
 from pd.runtime.core.events import ROUTER, Effect, Peer, Send, Stamp
 from pd.runtime.core.lives import Links
-from pd.runtime.core.outbox import Outbox, Outboxes
+from pd.runtime.core.outbox import Outbox, Outboxes, offering
 from pd.runtime.core.prompts import Prompts
 from pd.runtime.core.request import Phase, Request, limit_of
 from pd.runtime.core.settings import BrainSettings
@@ -185,7 +185,7 @@ class PrefillPart:
         if outbox.ticket is None:
             event = Event.HOLD
         elif outbox.ticket.is_pull:
-            event = Event.OFFER
+            event = offering(outbox.ticket)
         return effects + self._end(handle, event, reason="", now=now)
 
     def _overdue(self, outbox: Outbox, now: float) -> list[Effect]:
@@ -194,6 +194,8 @@ class PrefillPart:
         match state:
             case OutboxState.HOLDING:
                 reason = f"no ticket came within {self._settings.deadlines.holding_s:g} s"
+            case OutboxState.DIGESTING:
+                reason = f"its digest was not made within {self._settings.deadlines.draining_s:g} s"
             case OutboxState.OFFERED:
                 reason = f"{peer} did not renew its lease of {self._settings.deadlines.lease_s:g} s"
             case _:

@@ -7,6 +7,8 @@ from typing import TypeVar
 
 from pd.runtime.wire.plans import Severed, StepDone, WriteDone
 
+DIGESTS = 1 << 64
+"""Digests of parts are added up modulo this to that of all."""
 Answer = TypeVar("Answer", StepDone, WriteDone, Severed)
 
 
@@ -25,13 +27,16 @@ class Tally:
         return StepDone(answer.step, answers[0].tokens, max(each.seconds for each in answers))
 
     def write_done(self, rank: int, answer: WriteDone) -> WriteDone | None:
-        """The job with the first error, all bytes and the slowest rank's seconds, once all have ended it."""
+        """The job with the first error, all bytes, the slowest rank's seconds and the digest of all, once all have
+        ended it."""
         answers = self._collect(("write", answer.job), rank, answer)
         if answers is None:
             return None
         error = next((each.error for each in answers if each.error is not None), None)
         nbytes, seconds = sum(each.nbytes for each in answers), max(each.seconds for each in answers)
-        return WriteDone(answer.job, error, nbytes, seconds, any(each.may_land for each in answers))
+        digests = [each.digest for each in answers if each.digest is not None]
+        digest = sum(digests) % DIGESTS if digests else None
+        return WriteDone(answer.job, error, nbytes, seconds, any(each.may_land for each in answers), digest)
 
     def severed(self, rank: int, answer: Severed) -> Severed | None:
         """Clean if it is on every rank, once all have answered."""

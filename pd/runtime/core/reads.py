@@ -1,4 +1,5 @@
-"""KV that decode reads by itself: offers come, reads end, and what was read is admitted once it surely counts. Pure.
+"""KV that decode reads by itself: offers come, reads end, and what was read is admitted once it surely counts; and
+what landed, by whomever, is compared with what was sent. Pure.
 
 The offer's pages may be another's as soon as its lease is over, so what was read counts only if the offer stood
 until then. Each Renew carries our own time, and the Renewed that brings it back says: it stood when this was heard,
@@ -10,10 +11,13 @@ and stands `lease_s` longer. Only our clock is read.
 
 from __future__ import annotations
 
-from pd.runtime.core.events import Effect, Peer, Send
+from pd.runtime.core.events import Effect, Peer, Send, Stamp
 from pd.runtime.core.inbox import Inbox, Inboxes
+from pd.runtime.core.lives import Links
+from pd.runtime.core.settings import BrainSettings
 from pd.runtime.wire.messages import Ready, Released, Renewed
 from pd.runtime.wire.plans import WriteDone
+from pd.runtime.wire.values import Stage
 from pd.transfer.handoff import Event, InboxState
 
 TRUST = 0.9
@@ -23,8 +27,10 @@ TRUST = 0.9
 class Reads:
     """Beside the Inboxes, whose states move by what is heard here."""
 
-    def __init__(self, inboxes: Inboxes) -> None:
+    def __init__(self, settings: BrainSettings, inboxes: Inboxes, links: Links) -> None:
+        self._settings = settings
         self._inboxes = inboxes
+        self._links = links
 
     def begin(self, sender: Peer, message: Ready, *, now: float) -> list[Effect]:
         """The peer's pages may be read. If nobody wants them, it hears so."""
@@ -36,12 +42,16 @@ class Reads:
         if message.position != len(inbox.reserve.tokens):
             reason = f"{sender.name} offers {message.position} tokens, not {len(inbox.reserve.tokens)}"
             return self._inboxes.fail(inbox, Event.CANCEL, reason=reason, now=now)
-        inbox.first, inbox.ready = message.token, message
+        inbox.first, inbox.ready, inbox.digest = message.token, message, message.digest
         return self._inboxes.move(inbox, Event.READY, now=now)
 
     def end(self, done: WriteDone, *, now: float) -> list[Effect]:
-        """Every rank has ended this read."""
+        """Every rank has ended this read, or told its digest."""
         inbox = self._inboxes.reads.end(done.job)
+        if inbox.state is InboxState.CHECKING:
+            return self._compare(inbox, done, now=now)
+        if inbox.state is InboxState.DONE:  # given up while it was looked at
+            return []
         inbox.is_doubtful |= done.may_land
         if done.error is not None:
             reason = f"read from {inbox.life.name} failed: {done.error}"
@@ -62,4 +72,24 @@ class Reads:
         if inbox.state is not InboxState.READING or inbox.read_at is None:
             return []
         is_proven = inbox.proven_until > inbox.read_at
-        return self._inboxes.move(inbox, Event.LANDED if is_proven else Event.REMIND, now=now)
+        return self._inboxes.move(inbox, inbox.arrived if is_proven else Event.REMIND, now=now)
+
+    def _compare(self, inbox: Inbox, done: WriteDone, *, now: float) -> list[Effect]:
+        """What landed is handed on if both sides tell the same digest of it."""
+        if done.error is None and inbox.digest is not None and inbox.digest == done.digest:
+            return self._inboxes.move(inbox, Event.AGREED, now=now)
+        reason = self._difference(inbox, done)
+        stamp = Stamp(str(inbox.reserve.handle), "corrupted", reason)
+        return [stamp, *self._inboxes.fail(inbox, Event.DIFFERS, reason=reason, now=now, stage=Stage.VERIFY)]
+
+    def _difference(self, inbox: Inbox, done: WriteDone) -> str:
+        peer, num_tokens = inbox.life.name, len(inbox.reserve.tokens)
+        if done.error is not None:
+            return f"no digest of what {peer} sent: {done.error}"
+        if inbox.digest is None:
+            return f"{peer} told no digest of what it sent"
+        what = f"tokens {inbox.table.num_shared * self._settings.page_size} to {num_tokens - 1}"
+        hello = self._links.find(inbox.life)
+        if hello is not None:
+            what += f" ({hello.layout.num_layers} layers, {hello.layout.num_kv_heads} KV heads)"
+        return f"KV of {what} is not what {peer} sent: digest {done.digest or 0:016x} here, {inbox.digest:016x} there"

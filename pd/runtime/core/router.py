@@ -218,6 +218,8 @@ class RouterBrain:
         if answer is None:
             return
         stage, reason = message.stage, message.reason
+        if stage is Stage.VERIFY:
+            self._effects.append(Stamp(str(message.handle), "corrupted", f"{member.name}: {reason}"))
         has_begun = stage not in (Stage.QUEUE, Stage.RESERVE) or answer.state is State.DECODING
         if not has_begun:  # no failed attempt, but an instance without room
             after_s = RETRY_AFTER_S if message.retryable else None

@@ -31,6 +31,8 @@ class Deadlines:
     """For the ticket, once the prompt is computed: decode is asked at once, and has 2 s. Then a message was lost."""
     lease_s: float = 6.0
     """From one Renew to the last moment at which offered pages may be read: a dozen Renews."""
+    checking_s: float = 10.0
+    """For our ranks to make the digest of what landed: at 0.2 GB/s, 2 GB a rank."""
     remind_s: float = 0.5
     """Between two Stops, two Renews, two Landeds: a lost one costs no more."""
     sever_again_s: float = 2.0

@@ -45,6 +45,9 @@ class Work:
             case WriteDone() if self._parts.prefill is not None and self._parts.prefill.outboxes.is_open(message.job):
                 write_done = self._tally.write_done(rank, message)
                 return self._parts.prefill.write_done(write_done, now) if write_done else []
+            case WriteDone() if self._parts.offers is not None and self._parts.offers.is_waiting_for(message.job):
+                digested = self._tally.write_done(rank, message)
+                return self._parts.offers.digested(digested, now=now) if digested else []
             case WriteDone() if self._parts.inboxes is not None and self._parts.inboxes.reads.is_open(message.job):
                 read_done = self._tally.write_done(rank, message)
                 assert self._parts.reads is not None

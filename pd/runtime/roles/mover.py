@@ -10,8 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count
 
+from pd.runtime.roles.checking import Checker, Counted
 from pd.runtime.roles.packing import Packer, Part
-from pd.runtime.wire.plans import Attach, FromRank, PeerUnreachable, Sever, Severed, WriteDone, WriteJob
+from pd.runtime.wire.plans import Attach, Digest, FromRank, PeerUnreachable, Sever, Severed, WriteDone, WriteJob
+from pd.transfer.digest import total
 from pd.transfer.layout import KVLayout, Shard, check_can_meet, check_shards
 from pd.transfer.packed import End, Move, PackedWay, choose
 from pd.transfer.plan import Pair, Route, pair_up
@@ -28,6 +30,7 @@ class _Life:
     epoch: str
     routes: tuple[tuple[str, Route | PackedWay], ...]  # (the peer rank's transport name, which bytes go where)
     reads: tuple[tuple[str, Route | PackedWay], ...]  # the same the other way: from its pages into ours
+    sent: tuple[Counted, ...]  # what a digest of what goes to it is made of
     rank_names: tuple[str, ...]
 
 
@@ -41,6 +44,7 @@ class _Share:
     seconds: float = 0.0
     error: str | None = None
     may_land: bool = False
+    digest: int | None = None
 
 
 @dataclass(slots=True)
@@ -51,12 +55,18 @@ class Mover:
     transport: Transport
     packer: Packer | None = None  # None: no staging, so that all is moved as it lies
     move: Move = "auto"
+    checker: Checker | None = None  # None: digests are not to be had
     _lives: dict[str, _Life] = field(default_factory=dict)
     _owners: dict[str, _Life] = field(default_factory=dict)  # by the peer rank's transport name
     _shares: dict[int, _Share] = field(default_factory=dict)  # by the transport's job number
     _severed: set[tuple[str, str]] = field(default_factory=set)  # lives surely cut off
     _unsaid: set[str] = field(default_factory=set)  # whose way was not logged yet, by transport name
     _numbers: Iterator[int] = field(default_factory=lambda: count(1))
+
+    @property
+    def is_busy(self) -> bool:
+        """`poll` has something to do, whatever the transport says."""
+        return self.checker is not None and self.checker.is_busy
 
     def attach(self, order: Attach) -> list[FromRank]:
         """Learn of a peer's life and begin to connect. An older life of the same name is forgotten."""
@@ -66,11 +76,9 @@ class Mover:
             check_can_meet(self.layout, order.layout, peer=order.peer)
             check_shards(order.layout, order.shards, peer=order.peer)
             ours, theirs = End(self.layout, mine), [End(order.layout, shard) for shard in order.shards]
-            routes = tuple(
-                (names[pair.dst], self._way(ours, theirs[pair.dst], pair, is_read=False))
-                for pair in pair_up(self.shards, order.shards)
-                if pair.src == self.rank
-            )
+            own = [pair for pair in pair_up(self.shards, order.shards) if pair.src == self.rank]
+            routes = tuple((names[pair.dst], self._way(ours, theirs[pair.dst], pair, is_read=False)) for pair in own)
+            sent = self.checker.of_sent(own, order.layout.dtype) if self.checker is not None else ()
             reads = tuple(
                 (names[pair.src], self._way(ours, theirs[pair.src], pair, is_read=True))
                 for pair in pair_up(order.shards, self.shards)
@@ -80,7 +88,7 @@ class Mover:
                 self.transport.connect(name, endpoint)
         except (TransferError, ValueError) as error:
             return [PeerUnreachable(order.peer, order.epoch, str(error))]
-        life = _Life(order.peer, order.epoch, routes, reads, names)
+        life = _Life(order.peer, order.epoch, routes, reads, sent, names)
         self._lives[order.peer] = life
         self._owners.update(dict.fromkeys(names, life))
         self._unsaid.update(names)
@@ -122,10 +130,25 @@ class Mover:
                 share.error = share.error or str(error)
             else:
                 self._shares[number] = share
+        if job.is_digested:
+            self._digest(share, job, job.src_pages, of=life.sent)
         return self._begin() if share.num_open else [_done(share)]
 
+    def digest(self, order: Digest) -> list[FromRank]:
+        """Have a digest made: of what this rank would send, or (no peer) of all that it holds."""
+        job, share = order.job, _Share(order.job.job, 0)
+        life = self._lives.get(job.peer)
+        if order.is_own:
+            of = self.checker.of_all() if self.checker is not None else ()
+        elif life is None:
+            return [WriteDone(job.job, f"peer {job.peer} is not attached", 0, 0.0)]
+        else:
+            of = life.sent
+        self._digest(share, job, job.src_pages, of=of)
+        return [] if share.num_open else [_done(share)]
+
     def poll(self) -> list[FromRank]:
-        """What the transport has ended since the last call."""
+        """What the transport has ended since the last call, and digests that are made."""
         answers: list[FromRank] = []
         self._say_ways()
         for end in self.transport.poll():
@@ -140,7 +163,20 @@ class Mover:
                 case PeerLost(peer=name, reason=reason):
                     if life := self._owners.get(name):
                         answers.append(PeerUnreachable(life.peer, life.epoch, reason))
+        for number, digest in self.checker.turn() if self.checker is not None else ():
+            self._shares[number].digest = total((self._shares[number].digest or 0, digest))
+            answers += self._end(number, 0, 0.0, None)
         return answers + self._begin()
+
+    def _digest(self, share: _Share, job: WriteJob, pages: tuple[int, ...], *, of: tuple[Counted, ...]) -> None:
+        """Part of `share` until it is made."""
+        share.digest = 0
+        if self.checker is None or not of:
+            return
+        number = next(self._numbers)
+        self._shares[number] = share
+        share.num_open += 1
+        self.checker.give(number, job, pages, of=of)
 
     def _way(self, ours: End, theirs: End, pair: Pair, *, is_read: bool) -> Route | PackedWay:
         """Raises LayoutMismatch where there is none."""
@@ -202,4 +238,4 @@ def rank_name(worker: str, epoch: str, rank: int) -> str:
 
 
 def _done(share: _Share) -> WriteDone:
-    return WriteDone(share.job, share.error, share.nbytes, share.seconds, share.may_land)
+    return WriteDone(share.job, share.error, share.nbytes, share.seconds, share.may_land, share.digest)

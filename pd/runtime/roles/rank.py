@@ -28,12 +28,14 @@ from pd.runtime.engine.build import Engine, build
 from pd.runtime.engine.kv_pool import staging_base
 from pd.runtime.engine.runner import Launched
 from pd.runtime.keys import derived, read_cluster_key
+from pd.runtime.roles.checking import Checker
 from pd.runtime.roles.mover import Mover, rank_name
 from pd.runtime.roles.packing import Packer
 from pd.runtime.roles.process import die_with, reachable_host, setup_logging
 from pd.runtime.wire.link import Spoke
 from pd.runtime.wire.plans import (
     Attach,
+    Digest,
     FromRank,
     Group,
     Ping,
@@ -50,7 +52,7 @@ from pd.runtime.wire.plans import (
 )
 from pd.transfer.choose import make_transport
 from pd.transfer.layout import Shard
-from pd.transfer.packed import Move
+from pd.transfer.packed import End, Move
 from pd.transfer.staging import STAGING_NBYTES
 from pd.transfer.transport import TransferError, Transport
 
@@ -115,7 +117,7 @@ class RankIO:
             poller.register(source, zmq.POLLIN)
         try:
             while self._running:
-                poller.poll(_POLL_MS)
+                poller.poll(0 if self._mover is not None and self._mover.is_busy else _POLL_MS)
                 self._turn()
         finally:
             self.plans.put(None)
@@ -148,6 +150,8 @@ class RankIO:
                 case Transfer(jobs=jobs, is_read=is_read):
                     for job in jobs:
                         self._answer(self._need_mover().start(job, is_read=is_read))
+                case Digest() as order:
+                    self._answer(self._need_mover().digest(order))
                 case Ping():
                     self._answer([Pong()])
                 case Quit():
@@ -171,7 +175,8 @@ def make_mover(rank: int, engine: Engine, shards: tuple[Shard, ...], transport: 
     base = staging_base(engine.layout, engine.shard)
     has_staging = len(engine.region) >= base + STAGING_NBYTES
     packer = Packer(transport, engine.region, base) if has_staging else None
-    return Mover(rank, engine.layout, shards, transport, packer, move)
+    checker = Checker(engine.region, End(engine.layout, engine.shard))
+    return Mover(rank, engine.layout, shards, transport, packer, move, checker)
 
 
 def compute(engine: Engine, plans: queue.SimpleQueue[StepPlan | None], outbox: Outbox) -> None:

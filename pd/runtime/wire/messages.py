@@ -100,6 +100,7 @@ class Reserve(Message, frozen=True):
     prefill_epoch: str
     deadline_s: float  # from now, for the pages to be landed in
     is_pull: bool = False  # decode reads the KV, instead of prefill writing it
+    verifies: bool = False  # before it is used, its digest is compared with that of what was sent
 
 
 class Prefill(Message, frozen=True):
@@ -199,6 +200,7 @@ class Landed(Message, frozen=True):
     handle: Handle
     position: int
     token: Token
+    digest: int | None = None  # of all that was written, where the ticket asked for it
 
 
 class Stop(Message, frozen=True):
@@ -228,6 +230,7 @@ class Ready(Message, frozen=True):
     token: Token
     pages: tuple[int, ...]  # prefill's, for tokens [held_tokens, num_tokens) of the ticket
     lease_s: float  # kept so long from each Renew on
+    digest: int | None = None  # as in Landed
 
 
 class Renew(Message, frozen=True):

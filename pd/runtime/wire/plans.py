@@ -41,6 +41,7 @@ class WriteJob(Value, frozen=True):
     stop: int
     src_pages: tuple[int, ...]  # covering [start, stop): ours, or the peer's if we read
     dst_pages: tuple[int, ...]  # likewise where the tokens go
+    is_digested: bool = False  # with a digest of what is sent, in WriteDone
 
 
 class StepKind(enum.Enum):
@@ -76,6 +77,16 @@ class Transfer(Message, frozen=True):
     is_read: bool = False
 
 
+class Digest(Message, frozen=True):
+    """leader -> each rank: move nothing, and tell the digest of the job's tokens in WriteDone.
+
+    `is_own`: of all that the rank holds of them; else of what it would send to the job's peer, as often as it would.
+    """
+
+    job: WriteJob
+    is_own: bool
+
+
 class WriteDone(Message, frozen=True):
     """rank -> leader: this rank's share of a job ended. error None: every byte is visible where it was to go."""
 
@@ -84,6 +95,7 @@ class WriteDone(Message, frozen=True):
     nbytes: int
     seconds: float
     may_land: bool = False  # it failed, and bytes of it may land until the peer ends or severs us
+    digest: int | None = None  # of this rank's share, where the job asked for it
 
 
 class Group(Message, frozen=True):
@@ -167,5 +179,5 @@ class Quit(Message, frozen=True):
     """leader -> rank: end now."""
 
 
-ToRank = StepPlan | Group | Attach | Sever | Transfer | Ping | Quit
+ToRank = StepPlan | Group | Attach | Sever | Transfer | Digest | Ping | Quit
 FromRank = Pong | StepDone | WriteDone | Severed | PeerUnreachable | RankReady | RankLoading | RankFailed

@@ -49,6 +49,7 @@ class Stage(enum.Enum):
     RESERVE = "reserve"
     PREFILL = "prefill"
     TRANSFER = "transfer"
+    VERIFY = "verify"
     DECODE = "decode"
 
 
@@ -87,6 +88,7 @@ class Ticket(Value, frozen=True):
     held_tokens: int = 0  # a prefix decode already holds, whole pages: not sent
     prefill_epoch: str = ""  # Reserve's: the one life of the prefill instance that may write; another must not
     is_pull: bool = False  # nobody writes: say Ready, and decode reads
+    verifies: bool = False  # say the digest of what is sent with it
 
 
 class ModelCard(Value, frozen=True):
