@@ -80,7 +80,8 @@ def as_json(examined: Sequence[Examined]) -> str:
 
 def _chosen(options: DoctorOptions) -> tuple[Check, ...]:
     """A visit or a model narrows the run to itself, unless --only says more."""
-    only = [name.strip() for name in (options.only or "").split(",") if name.strip()]
+    named = [name.strip() for name in (options.only or "").split(",") if name.strip()]
+    only = [name for word in named for name in _SEVERAL.get(word, (word,))]
     if faults := list(_misplaced(options, only)):
         raise ConfigError(*faults, hint="pd doctor --help")
     extra: tuple[Check, ...] = ()
@@ -99,6 +100,8 @@ def _chosen(options: DoctorOptions) -> tuple[Check, ...]:
         raise ConfigError(str(error), hint="pd doctor --help") from error
 
 
+_SEVERAL = {"gpu": ("nvidia", "amd")}
+"""Words for several groups."""
 _OF = {"serve": ("host", "port"), "model": ("role", "tp", "page_size")}
 """Options that say something of another one."""
 

@@ -61,6 +61,12 @@ def test_only_takes_groups_and_checks() -> None:
     assert [c.id for c in chosen if c.group == "rdma"] == ["rdma.gid"]
 
 
+def test_gpu_means_the_groups_of_both_vendors(capsys: pytest.CaptureFixture[str]) -> None:
+    doctor(DoctorOptions(only="gpu", json=True))
+    asked = {check["check"].partition(".")[0] for check in json.loads(capsys.readouterr().out)["checks"]}
+    assert asked == {"nvidia", "amd"}
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -145,7 +145,7 @@ def _ask(machine: Machine, launch: Launch) -> Needs | Result:
     if isinstance(needs, Silence):
         return fail(f"{needs.why.value}: {needs.reason}", "The model cannot be read.", "give a Hugging Face directory")
     if needs.error:
-        return fail(needs.error, "pd launch would refuse it.", needs.hint or "see pd launch --help")
+        return fail(needs.error, "What it needs cannot be told.", needs.hint or "see pd launch --help")
     return needs
 
 
