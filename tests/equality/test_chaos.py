@@ -21,7 +21,9 @@ OPTIONS = "--dtype float32 --page-size 4 --num-pages 1000 --threads 1"
 async def test_no_client_notices_what_dies_while_one_instance_of_each_role_lives(tmp_path: Path) -> None:
     model, seed = make_tiny("llama", tmp_path / "tiny"), secrets.randbits(31)
     said: list[str] = []
-    options = ChaosOptions(model=str(model), duration=7, every=2, seed=seed, concurrency=32, tokens=32, options=OPTIONS)
+    options = ChaosOptions(
+        model=str(model), duration=12, every=2.5, seed=seed, concurrency=32, tokens=32, options=OPTIONS
+    )
     result = await run_chaos(options, tmp_path / "logs", say=said.append)
     told = f"seed {seed}: {result}\n" + "\n".join(said)
     assert sum(result.faults.values()) > 0, told
