@@ -17,7 +17,7 @@ from pd.kernels.tuning import launch_of
 # T tokens, K experts a token, P = T K pairs, X experts, I inputs, O outputs, N tiles of M rows
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def _grouped_gemm(
     x, w, pairs, experts, out, num_pairs, num_out, num_in, share, x_row, w_expert, w_row, out_row,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,

@@ -60,7 +60,7 @@ def _latent_span(
     return acc / filled[:, None], tl.where(total > 0, peak + tl.log2(filled), float("-inf"))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_requests", "table_row"])
 def _mla(
     q, kv, table, first_row, lengths, out, part, part_lse, num_requests, num_heads, q_row, q_head, page_stride,
     token_stride, table_row, out_row, out_head, scale, v_scale,

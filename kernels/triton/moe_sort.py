@@ -16,7 +16,7 @@ from pd.kernels.tuning import launch_of
 # T tokens, K experts a token, X experts, M rows of a tile, N tiles at most
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def _count(ids, counts, num_pairs, BLOCK: tl.constexpr):
     expert = tl.program_id(0)
     found = tl.zeros((BLOCK,), tl.int32)
@@ -26,7 +26,7 @@ def _count(ids, counts, num_pairs, BLOCK: tl.constexpr):
     tl.store(counts + expert, tl.sum(found, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs", "num_tiles"])
 def _place(
     ids, counts, pairs, experts, num_pairs, num_tiles,
     X: tl.constexpr, BLOCK_X: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr,

@@ -30,6 +30,10 @@ class Pages:
     def is_e4m3(self) -> bool:
         return self.k_PKSE.dtype in (torch.float8_e4m3fn, torch.uint8)
 
+    def variant(self, q_THE: Tensor) -> str:
+        """Of the tuning table."""
+        return "fp8" if self.is_e4m3 else "fp32" if q_THE.dtype is torch.float32 else ""
+
     def as_bits(self) -> tuple[Tensor, Tensor]:
         """K and V as a kernel takes them: float8 as bytes."""
         return as_bits(self.k_PKSE), as_bits(self.v_PKSF)

@@ -30,7 +30,7 @@ MIN_SPLIT = 256
 MAX_SPLITS = 64
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_row"])
 def _decode(
     q, k, v, table, lengths, first_query, out, part, part_lse, q_row, q_head, k_page, k_head, k_token, v_page, v_head,
     v_token, table_row, out_row, out_head, scale, v_scale, window, num_heads,
@@ -123,7 +123,7 @@ def paged_decode(
     if tokens * heads.group > MAX_ROWS:
         raise ValueError(f"{tokens} tokens x {heads.group} heads a group are over {MAX_ROWS} rows: use paged_prefill")
     target = target_of(q_THE)
-    launch = launch_of("paged_decode", target, max(key_size, value_size))
+    launch = launch_of("paged_decode", target, max(key_size, value_size), variant=pages.variant(q_THE))
     page_size = pages.k_PKSE.shape[2]
     if num_splits is None:
         programs = num_requests * heads.num_kv_heads

@@ -35,7 +35,7 @@ def find_request(first_row, num_requests, pairs, tile, TILE: tl.constexpr):
     return low - 1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_requests", "table_row"])
 def _prefill(
     q, k, v, table, first_row, lengths, first_query, out, num_requests, q_row, q_head, k_page, k_head, k_token, v_page,
     v_head, v_token, table_row, out_row, out_head, scale, v_scale, window,
@@ -103,7 +103,7 @@ def paged_prefill(
     if num_rows == 0:
         return out
     target = target_of(q_THE)
-    launch = launch_of("paged_prefill", target, max(key_size, value_size))
+    launch = launch_of("paged_prefill", target, max(key_size, value_size), variant=pages.variant(q_THE))
     block_m = max(launch.block_m, MIN_DOT, triton.next_power_of_2(heads.group))
     tile = block_m // heads.group
     k, v = pages.as_bits()

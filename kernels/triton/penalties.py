@@ -17,7 +17,7 @@ from pd.kernels.tuning import launch_of
 # B rows of logits, N of them penalised, R rows of counts, V vocabulary
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _penalise(
     logits, answer, prompt, row_of, history_of, strengths, logits_row, answer_row, prompt_row, num_vocab, num_rows,
     BLOCK: tl.constexpr,

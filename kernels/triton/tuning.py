@@ -2,7 +2,8 @@
 
 Rules
 1. A row is (up to this size, launch); the first that fits counts. An architecture without rows of its own takes its
-   family's: sm_90 for later NVIDIA, sm_80 for earlier, gfx942 for AMD.
+   family's: sm_90 for later NVIDIA, sm_80 for earlier, gfx942 for AMD. "kernel variant" wins over "kernel" where the
+   architecture or its family has rows there.
 2. Rows were chosen by what compiles without spills and leaves room for two programs a multiprocessor; none has been
    measured on a GPU yet. `python -m benchmarks.kernels` measures them where there is one.
 """
@@ -68,10 +69,48 @@ TABLE: dict[str, dict[str, Rows]] = {
             (128, Launch(block_m=128, block_n=64, num_warps=8, num_stages=2)),
             (256, Launch(block_m=64, block_n=32, num_warps=8, num_stages=1)),
         ),
+        "sm_100": (
+            (64, Launch(block_m=128, block_n=64, num_warps=8, num_stages=1)),  # 2 stages spill 12 bytes there
+            (128, Launch(block_m=128, block_n=64, num_warps=8, num_stages=2)),
+            (256, Launch(block_m=64, block_n=32, num_warps=8, num_stages=1)),
+        ),
         "gfx942": (
             (64, Launch(block_m=64, block_n=64, **_HIP)),
             (128, Launch(block_m=64, block_n=32, **_HIP)),
             (256, Launch(block_m=32, block_n=16, **_HIP)),
+        ),
+    },
+    # In float32 NVIDIA's products are plain multiply-adds, of registers: the tiles above spill, prefill's 64 KiB.
+    "paged_decode fp32": {
+        "sm_80": ((128, Launch(block_n=32, num_stages=2)), (256, Launch(block_n=16, num_stages=2))),
+        "sm_90": ((128, Launch(block_n=32, num_stages=1)), (256, Launch(block_n=16, num_stages=2))),
+    },
+    "paged_prefill fp32": {
+        name: (
+            (64, Launch(block_m=64, block_n=32, num_warps=8)),
+            (128, Launch(block_m=32, block_n=32, num_warps=8)),
+            (256, Launch(block_m=rows, block_n=16, num_warps=8)),
+        )
+        for name, rows in (("sm_80", 16), ("sm_90", 16), ("sm_100", 32))
+    },
+    # Heads of 256 in float8: 32 tokens spill 4 to 8 bytes.
+    "paged_decode fp8": {
+        "sm_80": (
+            (64, Launch(block_n=64, num_stages=2)),
+            (128, Launch(block_n=32, num_stages=2)),
+            (256, Launch(block_n=16, num_stages=2)),
+        ),
+        "sm_100": (
+            (64, Launch(block_n=128, num_stages=2)),
+            (128, Launch(block_n=64, num_stages=2)),
+            (256, Launch(block_n=16, num_stages=2)),
+        ),
+    },
+    # sm_80 widens float8 by hand: 64 tokens spill 320 bytes.
+    "paged_prefill fp8": {
+        "sm_80": (
+            (128, Launch(block_m=128, block_n=32, num_warps=8)),
+            (256, Launch(block_m=32, block_n=32, num_warps=8)),
         ),
     },
     # size: latent elements. block_m: (token, head) pairs. Each latent is 1 KiB a token: tiles of few tokens.
@@ -126,13 +165,11 @@ TABLE: dict[str, dict[str, Rows]] = {
 }
 
 
-def launch_of(kernel: str, target: Target, size: int) -> Launch:
-    """The table's launch. Raises ValueError where no row is large enough."""
-    table = TABLE[kernel]
-    for name in (target.arch, _family(target), "sm_80"):
-        if name in table:
-            rows = table[name]
-            break
+def launch_of(kernel: str, target: Target, size: int, *, variant: str = "") -> Launch:
+    """The table's launch. `variant`: "fp32", "fp8" or none. Raises ValueError where no row is large enough."""
+    own, plain, family = TABLE.get(f"{kernel} {variant}", {}), TABLE[kernel], _family(target)
+    found = (own.get(target.arch), own.get(family), plain.get(target.arch), plain.get(family), plain.get("sm_80"))
+    rows = next(rows for rows in found if rows is not None)
     for largest, launch in rows:
         if size <= largest:
             return launch

@@ -32,6 +32,8 @@ from pd.kernels.paged import Heads, Pages, heads_of
 BF16, FP32, U8 = torch.bfloat16, torch.float32, torch.uint8
 CPU = torch.device("cpu")
 VOCAB = 128256
+BATCHES = ((4, 512), (1, 1), (16, 513))
+"""(requests, pages of the longest): a launch is made for each, and all of them must be one compilation."""
 
 
 def ints(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -48,8 +50,10 @@ def pools(num_kv: int, key: int, value: int, dtype: torch.dtype) -> tuple[Tensor
     return k, flat.as_strided((num_pages, num_kv, 16, value), (page, 32 * own, value, 1), 16 * key)
 
 
-def pages_of(num_kv: int, key: int, value: int, dtype: torch.dtype) -> Pages:
-    return Pages(*pools(num_kv, key, value, dtype), ints(4, 512))
+def pages_of(num_kv: int, key: int, value: int, dtype: torch.dtype) -> list[Pages]:
+    """Of each batch."""
+    kv = pools(num_kv, key, value, dtype)
+    return [Pages(*kv, ints(*batch)) for batch in BATCHES]
 
 
 def heads(num_kv: int, group: int, key: int, window: int | None = None) -> Heads:
@@ -62,10 +66,11 @@ def decode(
     q_dtype, kv_dtype = other.get("q", BF16), other.get("kv", BF16)
 
     def launch() -> None:
-        q = torch.empty(4 * tokens, 8 * group, size[0], dtype=q_dtype)
-        paged_decode.paged_decode(
-            q, pages_of(8, *size, kv_dtype), ints(4), heads(8, group, size[0], other.get("window")), num_splits=splits
-        )
+        own = heads(8, group, size[0], other.get("window"))
+        for pages in pages_of(8, *size, kv_dtype):
+            batch = len(pages.table_BL)
+            q = torch.empty(batch * tokens, 8 * group, size[0], dtype=q_dtype)
+            paged_decode.paged_decode(q, pages, ints(batch), own, num_splits=splits)
 
     return launch
 
@@ -74,10 +79,11 @@ def prefill(group: int, size: tuple[int, int] = (128, 128), **other: object) -> 
     q_dtype, kv_dtype = other.get("q", BF16), other.get("kv", BF16)
 
     def launch() -> None:
-        q = torch.empty(512, 8 * group, size[0], dtype=q_dtype)
-        paged_prefill.paged_prefill(
-            q, pages_of(8, *size, kv_dtype), (ints(5), ints(4)), heads(8, group, size[0], other.get("window"))
-        )
+        own = heads(8, group, size[0], other.get("window"))
+        for pages in pages_of(8, *size, kv_dtype):
+            batch = len(pages.table_BL)
+            q = torch.empty(128 * batch + 1, 8 * group, size[0], dtype=q_dtype)
+            paged_prefill.paged_prefill(q, pages, (ints(batch + 1), ints(batch)), own)
 
     return launch
 
@@ -101,25 +107,29 @@ def norm(size: int, *, has_residual: bool) -> Callable[[], object]:
 
 
 def sample() -> None:
-    logits = torch.empty(4, VOCAB)
     counts = ints(8, VOCAB), torch.empty(8, VOCAB, dtype=torch.bool)
-    index = ints(4, dtype=torch.int64)
-    penalties.penalise(logits, counts, row_of_N=index, history_of_N=index, strengths_3N=torch.empty(3, 4))
-    grammar_mask.grammar_mask(logits, ints(2, VOCAB // 32), ints(4))
-    floor = floors.floors(logits, torch.ones(4), ints(4), torch.ones(4))
-    race.race(logits, floor, index, index)
+    for num_rows, _ in BATCHES:
+        logits, index = torch.empty(num_rows, VOCAB), ints(num_rows, dtype=torch.int64)
+        strengths = torch.empty(3, num_rows)
+        penalties.penalise(logits, counts, row_of_N=index, history_of_N=index, strengths_3N=strengths)
+        grammar_mask.grammar_mask(logits, ints(2, VOCAB // 32), ints(num_rows))
+        floor = floors.floors(logits, torch.ones(num_rows), ints(num_rows), torch.ones(num_rows))
+        race.race(logits, floor, index, index)
 
 
 def latents(*, splits: int | None) -> Callable[[], object]:
     """DeepSeek-V3's 128 heads; splits None: prefill."""
 
-    def launch() -> object:
+    def launch() -> None:
         kv = torch.empty((3 << 30) // 2 // (16 * 576), 1, 16, 576, dtype=BF16)
-        pages = Pages(kv, kv[..., :512], ints(4, 512))
-        if splits is None:
-            return mla.mla_prefill(torch.empty(64, 128, 576, dtype=BF16), pages, (ints(5), ints(4)), scale=0.1)
-        q = torch.empty(4, 128, 576, dtype=BF16)
-        return mla.mla_decode(q, pages, ints(4), scale=0.1, num_splits=splits)
+        for batch, width in BATCHES:
+            pages = Pages(kv, kv[..., :512], ints(batch, width))
+            if splits is None:
+                q = torch.empty(16 * batch, 128, 576, dtype=BF16)
+                mla.mla_prefill(q, pages, (ints(batch + 1), ints(batch)), scale=0.1)
+            else:
+                q = torch.empty(batch, 128, 576, dtype=BF16)
+                mla.mla_decode(q, pages, ints(batch), scale=0.1, num_splits=splits)
 
     return launch
 
@@ -127,17 +137,14 @@ def latents(*, splits: int | None) -> Callable[[], object]:
 def experts(pairs_an_expert: int) -> Callable[[], object]:
     """8 of 256, hidden 7168, inner 2048."""
 
-    def launch() -> object:
-        num_tokens = 32 * pairs_an_expert
-        weights, ids = moe_route.route(
-            torch.empty(num_tokens, 256),
-            Routing(8, is_sigmoid=True, num_groups=8, num_groups_chosen=4),
-            torch.empty(256),
-        )
-        x, w = torch.empty(num_tokens, 7168, dtype=BF16), torch.empty(256, 4096, 7168, dtype=BF16)
-        num_pairs = 8 * num_tokens
-        tiles = moe_sort.sort_pairs(ids, 256, grouped_gemm.tile_rows(num_pairs, 256, x))
-        return grouped_gemm.combine(grouped_gemm.grouped_gemm(x, w, tiles, num_pairs=num_pairs, share=8), weights)
+    def launch() -> None:
+        routing = Routing(8, is_sigmoid=True, num_groups=8, num_groups_chosen=4)
+        w = torch.empty(256, 4096, 7168, dtype=BF16)
+        for num_tokens in (32 * pairs_an_expert, 32 * pairs_an_expert - 1):
+            weights, ids = moe_route.route(torch.empty(num_tokens, 256), routing, torch.empty(256))
+            x, num_pairs = torch.empty(num_tokens, 7168, dtype=BF16), 8 * num_tokens
+            tiles = moe_sort.sort_pairs(ids, 256, grouped_gemm.tile_rows(num_pairs, 256, x))
+            grouped_gemm.combine(grouped_gemm.grouped_gemm(x, w, tiles, num_pairs=num_pairs, share=8), weights)
 
     return launch
 
@@ -178,12 +185,16 @@ WIDE: dict[str, Callable[[], object]] = {
     "decode 128, group 4, window": decode(4, window=4096),
     "decode 128, group 4, fp32": decode(4, q=FP32, kv=FP32),
     "decode 128, group 4, fp8 KV": decode(4, kv=U8),
+    **{f"decode {d}, group 4, fp32": decode(4, (d, d), q=FP32, kv=FP32) for d in (64, 256)},
+    "decode 256, group 4, fp8 KV": decode(4, (256, 256), kv=U8),
     **{f"prefill {d}, group {g}": prefill(g, (d, d)) for d in (64, 80, 96, 256) for g in (1, 8)},
     **{f"prefill 128, group {g}": prefill(g) for g in (1, 8, 16)},
     "prefill 192/128": prefill(1, (192, 128)),
     "prefill 128, group 4, window": prefill(4, window=4096),
     "prefill 128, group 4, fp32": prefill(4, q=FP32, kv=FP32),
     "prefill 128, group 4, fp8 KV": prefill(4, kv=U8),
+    **{f"prefill {d}, group 4, fp32": prefill(4, (d, d), q=FP32, kv=FP32) for d in (64, 256)},
+    **{f"prefill {d}, group 4, fp8 KV": prefill(4, (d, d), kv=U8) for d in (64, 256)},
     **{f"experts, {n} pairs each": experts(n) for n in (64, 512)},
     "move to fp8": move(U8),
     "spans": lambda: kv_reshard.copy_spans(torch.empty(4096, dtype=U8), torch.empty(4096, dtype=U8), [(0, 64, 1024)]),

@@ -42,10 +42,12 @@ def compiled(is_wide: bool) -> dict[tuple[str, str], Row]:
 def faults(row: Row) -> list[str]:
     if "error" in row:
         return [str(row["error"])]
-    found = []
+    found, names = [], [kernel["kernel"] for kernel in row["kernels"]]
     for kernel in row["kernels"]:
         if kernel["spilled_nbytes"]:
             found.append(f"{kernel['kernel']} spills {kernel['spilled_nbytes']} bytes")
+        if names.count(kernel["kernel"]) > 1:
+            found.append(f"{kernel['kernel']} is compiled again for another batch")
         if kernel["kernel"] in MATRIX_KERNELS and not kernel["uses_matrix_cores"] and "fp32" not in str(row["name"]):
             found.append(f"{kernel['kernel']} does not use the matrix cores")
     return found
