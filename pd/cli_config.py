@@ -29,6 +29,7 @@ from pd.runtime.wire.values import Role
 
 _WORDS = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),
+    "kv_cache_dtype": ("auto", "fp8_e4m3"),
     "device": ("auto", "cpu", "cuda"),
     "kernels": ("auto", "triton", "torch"),
     "transfer": ("auto", "shm", "tcp", "nixl", "mooncake"),
@@ -51,6 +52,7 @@ _OF_INSTANCES = (
         "page_size",
         "num_pages",
         "kv_memory",
+        "kv_cache_dtype",
         "no_prefix_cache",
     ),
     *("max_running", "max_prefill_tokens", "max_model_len", "transfer", "transfer_devices", "transfer_param", "move"),
@@ -94,6 +96,7 @@ def launch_config(options: LaunchOptions) -> InstanceConfig | RouterConfig:
             page_size=options.page_size,
             num_pages=options.num_pages,
             kv_memory=None if options.kv_memory is None else parse_size(options.kv_memory),
+            dtype=options.kv_cache_dtype,
             prefix_cache=not options.no_prefix_cache,
         ),
         step=StepConfig(max_running=options.max_running, max_prefill_tokens=options.max_prefill_tokens),
@@ -138,7 +141,7 @@ def shared_faults(options: SharedOptions) -> Iterator[str]:
     """What is wrong with settings that all instances of a command share."""
     for name, words in _WORDS.items():
         if (word := getattr(options, name)) not in words:
-            yield f"--{name} is {word!r}, must be one of {', '.join(words)}"
+            yield f"--{name.replace('_', '-')} is {word!r}, must be one of {', '.join(words)}"
     yield from _count_faults(options, _SHARED_COUNTS)
     if options.kv_memory is not None:
         if parse_size(options.kv_memory) is None:

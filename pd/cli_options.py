@@ -71,6 +71,12 @@ class SharedOptions:
             rich_help_panel=_KV,
         ),
     ] = None
+    kv_cache_dtype: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|fp8_e4m3", help="auto: as --dtype. fp8_e4m3: twice bfloat16's tokens.", rich_help_panel=_KV
+        ),
+    ] = "auto"
     no_prefix_cache: Annotated[
         bool, typer.Option("--no-prefix-cache", help="Compute every prompt whole.", rich_help_panel=_KV)
     ] = False

@@ -14,7 +14,10 @@ Model = Annotated[
     typer.Argument(metavar="[MODEL]", help="A Hugging Face directory or hub id. [default: SmolLM2-135M-Instruct]"),
 ]
 Dtype = Annotated[
-    str, typer.Option(metavar="auto|float32|bfloat16|float16", help="Of weights and KV.", rich_help_panel=MODEL)
+    str,
+    typer.Option(
+        metavar="auto|float32|bfloat16|float16", help="Of weights, and of KV unless told.", rich_help_panel=MODEL
+    ),
 ]
 Device = Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="cuda is ROCm's name too.", rich_help_panel=DEVICE)]
 Output = Annotated[

@@ -155,6 +155,7 @@ class Needs(Answer, frozen=True):
     hint: str = ""
     architecture: str = ""
     dtype: str = ""
+    kv_dtype: str = ""
     num_layers: int = 0
     num_query_heads: int = 0
     num_kv_heads: int = 0

@@ -17,7 +17,7 @@ from rich.text import Text
 from pd.doctor.answers import Hosts, Mooncake, Nixl, Packages, Torch
 from pd.doctor.catalog import CHECKS, HEADINGS
 from pd.doctor.check import Check, Examined, examine, select
-from pd.doctor.checks.needs import needs_checks
+from pd.doctor.checks.needs import Launch, needs_checks
 from pd.doctor.checks.peer import peer_checks
 from pd.doctor.facts import gather
 from pd.doctor.local import ThisMachine
@@ -90,11 +90,12 @@ def _chosen(options: DoctorOptions) -> tuple[Check, ...]:
             parse(options.peer)
             extra += peer_checks(options.peer)
         if options.model:
-            extra += needs_checks(options.model, role=options.role, tp=options.tp, page_size=options.page_size)
+            launch = Launch(options.model, options.role, options.tp, options.page_size, options.kv_cache_dtype)
+            extra += needs_checks(launch)
         if extra and not only and not options.explain:
             return extra
         if options.explain and not extra:
-            extra = (*peer_checks("HOST"), *needs_checks("MODEL", role="colocated", tp=1, page_size=16))
+            extra = (*peer_checks("HOST"), *needs_checks(Launch("MODEL", "colocated", 1, 16)))
         return select((*CHECKS, *extra), only)
     except ValueError as error:
         raise ConfigError(str(error), hint="pd doctor --help") from error

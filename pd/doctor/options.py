@@ -45,3 +45,6 @@ class DoctorOptions:
     page_size: Annotated[int, typer.Option(metavar="TOKENS", help="Of that launch's pages.", rich_help_panel=_PLAN)] = (
         16
     )
+    kv_cache_dtype: Annotated[
+        str, typer.Option(metavar="auto|fp8_e4m3", help="Of that launch's pages.", rich_help_panel=_PLAN)
+    ] = "auto"

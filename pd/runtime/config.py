@@ -43,6 +43,9 @@ class KVConfig:
     kv_memory: float | None = None
     """Bytes if above 1, else the fraction of free device memory left after weights. None: 0.9 on GPU, 2 GiB on CPU."""
     order: tuple[str, ...] = DEFAULT_ORDER
+    dtype: str = "auto"
+    """auto: the model's. fp8_e4m3: half of bfloat16's bytes, so twice the tokens; K and V are rounded to 3 bits of
+    fraction as they stand (scale 1), those beyond 448 to 448."""
     prefix_cache: bool = True
 
 

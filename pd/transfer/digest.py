@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from pd.transfer.float8 import E4M3, bits, cast
 from pd.transfer.packed import End
 from pd.transfer.plan import Pair
 from pd.transfer.reshard import DTYPES, views
@@ -103,10 +104,11 @@ def gathered(view_PHLSE: Tensor, pages: Sequence[int], dtype: torch.dtype) -> Te
     """Those pages as rows_NHLSE of their own, converted as a move does it."""
     if view_PHLSE.is_cuda:
         index_N = torch.tensor(pages, device=view_PHLSE.device)
-        return view_PHLSE.index_select(0, index_N).to(dtype).contiguous()
+        picked_NHLSE = bits(view_PHLSE).index_select(0, index_N).view(view_PHLSE.dtype)
+        return cast(picked_NHLSE, dtype).contiguous()
     rows_NHLSE = torch.empty((len(pages), *view_PHLSE.shape[1:]), dtype=dtype)
     for place, page in enumerate(pages):  # as in reshard: indexing takes an element at a time
-        rows_NHLSE[place].copy_(view_PHLSE[page])
+        rows_NHLSE[place].copy_(cast(view_PHLSE[page], E4M3) if dtype is E4M3 else view_PHLSE[page])
     return rows_NHLSE
 
 

@@ -27,7 +27,7 @@ DEFAULT_ORDER = ("page", "head", "layer", "kv", "token", "dim")
 """Outermost first. Heads stand outside layers, so any range of heads of a page is one contiguous piece
 across all layers, and unequal TP sizes cost as few descriptors as equal ones."""
 
-_ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class KVLayout:
     num_kv_heads: int
     head_dim: int  # elements of a K head, or of the latent
     page_size: int  # tokens
-    dtype: str  # "float32" | "bfloat16" | "float16"
+    dtype: str  # of the pages, which may be smaller than the model's: one of _ITEMSIZES
     v_head_dim: int | None = None  # elements of a V head, where it differs from K's
     order: tuple[str, ...] = DEFAULT_ORDER
     kind: KVKind = KVKind.GQA

@@ -11,7 +11,7 @@ import pytest
 from pd.doctor.answers import Needs
 from pd.doctor.ask import needs as asked
 from pd.doctor.check import examine_all
-from pd.doctor.checks.needs import needs_checks
+from pd.doctor.checks.needs import Launch, needs_checks
 from pd.doctor.recorded import Recorded, Recording
 from pd.doctor.result import Result, Status
 
@@ -41,15 +41,15 @@ def directory(tmp_path: Path) -> str:
 
 
 def diagnose(
-    model: str, *, tp: int = 1, role: str = "prefill", memory_gib: int = 16, speed: str = ""
+    model: str, *, tp: int = 1, role: str = "prefill", memory_gib: int = 16, speed: str = "", kv: str = "auto"
 ) -> dict[str, Result]:
-    answer = asked.answer(model, str(tp), "16", "cpu")
+    answer = asked.answer(model, str(tp), "16", "cpu", kv)
     files = {"/proc/meminfo": f"MemTotal: {memory_gib << 20} kB\nMemAvailable: {memory_gib << 20} kB"}
     if speed:
         files["/sys/class/net/eth0/speed"] = speed
-    answers = {f"needs M {tp} 16 cpu": msgspec.Raw(msgspec.json.encode(answer))}
+    answers = {f"needs M {tp} 16 cpu {kv}": msgspec.Raw(msgspec.json.encode(answer))}
     machine = Recorded(Recording(about="", sources=(), files=files, answers=answers))
-    checks = needs_checks("M", role=role, tp=tp, page_size=16)
+    checks = needs_checks(Launch("M", role, tp, 16, kv))
     return {e.check.id: e.result for e in examine_all(checks, machine)}
 
 
@@ -75,6 +75,15 @@ def test_more_ranks_than_query_heads_fail_with_the_limit(directory: str) -> None
 def test_pages_follow_from_the_default_pool(directory: str) -> None:
     pages = (2 << 30) // (16 * TOKEN)
     assert f"{pages} pages of 16 tokens" in diagnose(directory)["model.pages"].read
+
+
+def test_a_float8_pool_has_twice_the_pages_and_the_same_weights(directory: str) -> None:
+    found = diagnose(directory, kv="fp8_e4m3")
+    assert f"{(2 << 30) // (16 * TOKEN // 2)} pages of 16 tokens" in found["model.pages"].read
+    assert found["model.weights"].read == diagnose(directory)["model.weights"].read
+    assert "bfloat16 (KV float8_e4m3fn)" in found["model.split"].read
+    with pytest.raises(ValueError, match="--kv-cache-dtype int4: one of auto, fp8_e4m3"):
+        diagnose(directory, kv="int4")
 
 
 def test_a_machine_that_is_too_small_fails(directory: str) -> None:

@@ -19,6 +19,7 @@ from pd.runtime.engine.shards import RankShare, share_of
 from pd.runtime.engine.spec import ModelSpec, read_spec
 from pd.runtime.wire.plans import Chunk, SlotInit
 from pd.runtime.wire.values import Sampling
+from pd.transfer.float8 import E4M3, cast
 from pd.transfer.layout import DEFAULT_ORDER, KVLayout, tp_shards
 from pd.transfer.memory import MemoryHub, MemoryTransport
 from tests.tiny import make_tiny
@@ -99,7 +100,8 @@ class Bench:
         max_context = -(-MAX_LEN // self.page_size) * self.page_size
         if use_native:
             return NativeAttention(self.spec, self.share)(self.q_THE, self.pools, self.inputs(), window=self.window)
-        attention = Attention(self.spec, self.share, max_context=max_context, like=self.q_THE)
+        kv_dtype = self.pools[0].dtype
+        attention = Attention(self.spec, self.share, max_context=max_context, like=self.q_THE, kv_dtype=kv_dtype)
         return attention(self.q_THE, self.pools, self.inputs(), window=self.window)
 
 
@@ -114,3 +116,16 @@ def test_ragged_step_equals_dense_attention(seed: int, use_native: bool, spec: M
     torch.testing.assert_close(
         bench.actual(use_native=use_native), bench.expected(), atol=2e-6, rtol=2e-5, msg=lambda m: f"seed {seed}: {m}"
     )
+
+
+@pytest.mark.parametrize("use_native", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_float8_pool_is_read_as_its_values(seed: int, use_native: bool, spec: ModelSpec) -> None:
+    if use_native and native_for(torch.empty(0)) is None:
+        pytest.skip("the C++ ops are not built here: python -m pd.runtime.engine.cpu_ops build")
+    bench = Bench(spec, share_of(spec, 2, seed % 2), seed=seed, window=[None, 7, 40][seed])
+    narrow = tuple(cast(pool, E4M3) for pool in bench.pools)
+    bench.pools = tuple(pool.float() for pool in narrow)
+    due = bench.actual(use_native=use_native)
+    bench.pools = narrow
+    assert torch.equal(bench.actual(use_native=use_native), due)

@@ -13,6 +13,7 @@ from pd.runtime.roles.checking import Checker
 from pd.runtime.roles.mover import Mover, rank_name
 from pd.runtime.roles.packing import Packer
 from pd.runtime.wire.plans import Attach, PeerUnreachable, WriteDone, WriteJob
+from pd.transfer.float8 import bits, cast
 from pd.transfer.layout import DEFAULT_ORDER, KVLayout, Shard, tp_shards
 from pd.transfer.memory import MemoryHub, MemoryTransport
 from pd.transfer.packed import End, Move, PackedWay, choose
@@ -44,13 +45,13 @@ class Side:
         return Attach(self.name, "e", self.layout, self.shards, tuple(t.endpoint() for t in self.transports))
 
     def tokens(self, rank: int, pages: tuple[int, ...], num_tokens: int) -> list[torch.Tensor]:
-        """K and V of a rank's tokens, each [tokens, heads, layers, dim]."""
+        """K and V of a rank's tokens, each [tokens, heads, layers, dim], in float32."""
         shard = self.shards[rank]
         whole = Pair(rank, rank, shard.layers, shard.heads)
         found = []
         for pool_PHLSE in views(self.regions[rank], self.layout, shard, whole):
-            rows = pool_PHLSE[list(pages)].permute(0, 3, 1, 2, 4).flatten(0, 1)
-            found.append(rows[:num_tokens].clone())
+            picked = bits(pool_PHLSE)[list(pages)].view(pool_PHLSE.dtype)
+            found.append(picked.permute(0, 3, 1, 2, 4).flatten(0, 1)[:num_tokens].float())
         return found
 
     def fill(self, truth: list[torch.Tensor], pages: tuple[int, ...]) -> None:
@@ -60,7 +61,7 @@ class Side:
             whole = Pair(rank, rank, shard.layers, shard.heads)
             for pool_PHLSE, rows in zip(views(self.regions[rank], self.layout, shard, whole), truth, strict=True):
                 for t, row in enumerate(rows[:, shard.head_start : shard.head_stop]):
-                    pool_PHLSE[pages[t // size], :, :, t % size] = row.to(pool_PHLSE.dtype)
+                    pool_PHLSE[pages[t // size], :, :, t % size] = cast(row, pool_PHLSE.dtype)
 
 
 def move_all(mover_side: Side, job: WriteJob, *, is_read: bool) -> list[WriteDone]:
@@ -92,7 +93,8 @@ def test_every_token_arrives_rounded_to_the_peers_dtype_and_nothing_else_changes
     num_tokens = min(num_tokens, NUM_PAGES * min(theirs.page_size, ours.page_size))
     src_pages = tuple(rng.sample(range(NUM_PAGES), -(-num_tokens // theirs.page_size)))
     dst_pages = tuple(rng.sample(range(NUM_PAGES), -(-num_tokens // ours.page_size)))
-    truth = [torch.randn(num_tokens, theirs.num_kv_heads, theirs.num_layers, dim) for dim in theirs.head_dims]
+    size = rng.choice((1, 300))  # 300: float8 cannot hold all of it
+    truth = [size * torch.randn(num_tokens, theirs.num_kv_heads, theirs.num_layers, dim) for dim in theirs.head_dims]
     source.fill(truth, src_pages)
     is_read = rng.random() < 0.5
     mover_side, peer = (sink, source) if is_read else (source, sink)
@@ -103,8 +105,9 @@ def test_every_token_arrives_rounded_to_the_peers_dtype_and_nothing_else_changes
     assert [(answer.job, answer.error) for answer in answers] == [(5, None)] * len(mover_side.movers), f"seed {seed}"
     for rank, shard in enumerate(sink.shards):
         for got, rows in zip(sink.tokens(rank, dst_pages, num_tokens), truth, strict=True):
-            due = rows[:, shard.head_start : shard.head_stop].to(DTYPES[theirs.dtype]).to(DTYPES[ours.dtype])
-            assert torch.equal(got, due), f"seed {seed}, rank {rank}: {theirs} -> {ours}"
+            sent = cast(rows[:, shard.head_start : shard.head_stop], DTYPES[theirs.dtype])
+            due = cast(sent.float(), DTYPES[ours.dtype])
+            assert torch.equal(got, due.float()), f"seed {seed}, rank {rank}: {theirs} -> {ours}"
         others = tuple(page for page in range(NUM_PAGES) if page not in dst_pages)
         for left in sink.tokens(rank, others, len(others) * ours.page_size):
             assert not left.any(), f"seed {seed}: a page that was not named has changed"

@@ -14,8 +14,9 @@ from tests.shape.source import ROOT
 
 SHARED = {
     *("--api-key-file", "--cluster-key", "--deadline", "--insecure", "--kernels", "--no-graphs", "--max-attempts"),
-    *("--cores", "--device", "--dtype", "--host", "--kv-memory", "--max-model-len", "--max-prefill-tokens"),
-    *("--max-running", "--no-prefix-cache", "--num-pages", "--page-size", "--port", "--served-name", "--threads"),
+    *("--cores", "--device", "--dtype", "--host", "--kv-cache-dtype", "--kv-memory", "--max-model-len"),
+    *("--max-prefill-tokens", "--max-running", "--no-prefix-cache", "--num-pages", "--page-size", "--port"),
+    *("--served-name", "--threads"),
     *("--direction", "--move", "--reserve", "--transfer", "--transfer-devices", "--transfer-param", "--verify-kv"),
 }
 TRAFFIC = {
@@ -40,8 +41,8 @@ OPTIONS = {
         *("--tokens", "--transfer-param"),
     },
     "doctor": {
-        *("--explain", "--host", "--json", "--model", "--only", "--page-size", "--peer", "--port", "--role", "--serve"),
-        *("--tp", "--verbose"),
+        *("--explain", "--host", "--json", "--kv-cache-dtype", "--model", "--only", "--page-size", "--peer", "--port"),
+        *("--role", "--serve", "--tp", "--verbose"),
     },
     "drain": {"--cluster-key", "--router"},
     "key": set(),

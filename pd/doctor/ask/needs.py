@@ -15,12 +15,15 @@ from pd.transfer.layout import KVLayout, page_nbytes, tp_shards
 
 CPU_DTYPE = {"float16": "bfloat16"}
 """fp16 checkpoints become bfloat16 on CPU (ModelConfig.dtype)."""
+KV_DTYPE = {"fp8_e4m3": "float8_e4m3fn"}
+"""KVConfig.dtype's words, but auto: the model's."""
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-def answer(model: str, tp: str, page_size: str, device: str) -> Needs:
+def answer(model: str, tp: str, page_size: str, device: str, kv_cache_dtype: str = "auto") -> Needs:
     try:
         spec = read_spec(_directory(model))
-        return _needs(spec, int(tp), page_size=int(page_size), device=device)
+        return _needs(spec, int(tp), page_size=int(page_size), device=device, kv_cache_dtype=kv_cache_dtype)
     except ConfigError as error:
         return Needs(error="; ".join(str(error).splitlines()), hint=error.hint)
 
@@ -40,7 +43,7 @@ def _directory(model: str) -> Path:
     return Path(cached).parent
 
 
-def _needs(spec: ModelSpec, tp: int, *, page_size: int, device: str) -> Needs:
+def _needs(spec: ModelSpec, tp: int, *, page_size: int, device: str, kv_cache_dtype: str) -> Needs:
     if not 1 <= tp <= spec.num_query_heads:
         raise ConfigError(
             f"tp {tp} is not within 1 and the model's {spec.num_query_heads} query heads",
@@ -49,15 +52,16 @@ def _needs(spec: ModelSpec, tp: int, *, page_size: int, device: str) -> Needs:
     dtype = spec.dtype or "float32"
     if device == "cpu":
         dtype = CPU_DTYPE.get(dtype, dtype)
+    kv_dtype = KV_DTYPE.get(kv_cache_dtype, dtype)
     try:
-        layout = KVLayout(spec.num_layers, spec.num_kv_heads, spec.head_dim, page_size, dtype)
+        layout = KVLayout(spec.num_layers, spec.num_kv_heads, spec.head_dim, page_size, kv_dtype)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     shares = [share_of(spec, tp, rank) for rank in range(tp)]
     shards = tp_shards(layout, spec.num_query_heads, tp, 0)
     ranks = tuple(
         RankNeeds(
-            weights=sum(p.num_elements for p in parts(spec, share).values()) * layout.itemsize,
+            weights=sum(p.num_elements for p in parts(spec, share).values()) * ITEMSIZE.get(dtype, 4),
             query_heads=len(share.query_heads),
             kv_heads=len(shard.heads),
             page_nbytes=page_nbytes(layout, shard),
@@ -68,6 +72,7 @@ def _needs(spec: ModelSpec, tp: int, *, page_size: int, device: str) -> Needs:
         error="",
         architecture=spec.architecture,
         dtype=dtype,
+        kv_dtype=kv_dtype,
         num_layers=spec.num_layers,
         num_query_heads=spec.num_query_heads,
         num_kv_heads=spec.num_kv_heads,

@@ -13,6 +13,7 @@ from pd.doctor.readings import GIB, KIB, cgroup_memory_limit, count, human, memi
 from pd.doctor.result import Result, fail, passed, skip, warn
 
 ROLES = ("prefill", "decode", "colocated")
+KV_DTYPES = ("auto", "fp8_e4m3")
 GPU_FRACTION, CPU_POOL = 0.9, 2 * GIB
 """Of free memory, and bytes: what a rank's pool takes unless told (KVConfig.kv_memory)."""
 PROMPTS = (2048, 8192, 32768)
@@ -29,6 +30,7 @@ class Launch:
     role: str
     tp: int
     page_size: int
+    kv_cache_dtype: str = "auto"
 
 
 def split(machine: Machine, *, launch: Launch) -> Result:
@@ -41,10 +43,11 @@ def split(machine: Machine, *, launch: Launch) -> Result:
     if isinstance(needs, Result):
         return needs
     heads = [r.query_heads for r in needs.ranks]
-    kv = [r.kv_heads for r in needs.ranks]
-    shape = f"{needs.architecture}, {needs.num_layers} layers, {needs.dtype}"
+    kv_heads = [r.kv_heads for r in needs.ranks]
+    kv = f" (KV {needs.kv_dtype})" if needs.kv_dtype != needs.dtype else ""
+    shape = f"{needs.architecture}, {needs.num_layers} layers, {needs.dtype}{kv}"
     read = f"{shape}; {needs.num_query_heads} query heads as {_spread(heads)}"
-    read += f", {needs.num_kv_heads} KV heads as {_spread(kv)}"
+    read += f", {needs.num_kv_heads} KV heads as {_spread(kv_heads)}"
     if max(heads) > 1.5 * sum(heads) / len(heads):
         busiest = max(heads) / (sum(heads) / len(heads))
         return warn(
@@ -53,7 +56,7 @@ def split(machine: Machine, *, launch: Launch) -> Result:
             f"--tp {max(t for t in range(1, launch.tp + 1) if needs.num_query_heads % t == 0)} divides "
             "the heads evenly",
         )
-    repeated = sum(kv) - needs.num_kv_heads
+    repeated = sum(kv_heads) - needs.num_kv_heads
     return passed(read + (f" ({count(repeated, 'copy')} more than one each)" if repeated else ""))
 
 
@@ -141,7 +144,7 @@ def _handoff_row(needs: Needs, tokens: int, gbits: float) -> str:
 def _ask(machine: Machine, launch: Launch) -> Needs | Result:
     """The needs; or a failure that says what is wrong with the model."""
     device = "gpu" if _gpu_memory(machine) else "cpu"
-    needs = machine.ask(Needs, launch.model, str(launch.tp), str(launch.page_size), device)
+    needs = machine.ask(Needs, launch.model, str(launch.tp), str(launch.page_size), device, launch.kv_cache_dtype)
     if isinstance(needs, Silence):
         return fail(f"{needs.why.value}: {needs.reason}", "The model cannot be read.", "give a Hugging Face directory")
     if needs.error:
@@ -190,13 +193,14 @@ def _spread(numbers: list[int]) -> str:
     return "+".join(map(str, numbers))
 
 
-def needs_checks(model: str, *, role: str, tp: int, page_size: int) -> tuple[Check, ...]:
-    """Raises ValueError for a role that has no model, or sizes that are none."""
-    if role not in ROLES:
-        raise ValueError(f"--role {role}: one of {', '.join(ROLES)}")
-    if tp < 1 or page_size < 1:
+def needs_checks(launch: Launch) -> tuple[Check, ...]:
+    """Raises ValueError for a role that has no model, sizes that are none, or a dtype that pages do not have."""
+    if launch.role not in ROLES:
+        raise ValueError(f"--role {launch.role}: one of {', '.join(ROLES)}")
+    if launch.tp < 1 or launch.page_size < 1:
         raise ValueError("--tp and --page-size are at least 1")
-    launch = Launch(model, role, tp, page_size)
+    if launch.kv_cache_dtype not in KV_DTYPES:
+        raise ValueError(f"--kv-cache-dtype {launch.kv_cache_dtype}: one of {', '.join(KV_DTYPES)}")
     return (
         Check("model.split", "Heads", partial(split, launch=launch)),
         Check("model.weights", "Weights", partial(weights, launch=launch)),

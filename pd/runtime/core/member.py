@@ -181,9 +181,9 @@ def mismatch(sender: Peer, hello: Hello, others: Iterable[Hello]) -> str | None:
     for other in others:
         if other.worker == hello.worker:
             continue  # it takes that one's place
-        faults = [*_differences(hello, other, "model", ("name", "fingerprint", "vocab_size"))]
-        fields: tuple[str, ...] = ("num_layers", "num_kv_heads", "head_dim", "v_head_dim", "kind")
-        fields += () if OTHER.get(hello.role) is other.role else ("dtype",)  # another attempt answers the same
+        dtype = () if OTHER.get(hello.role) is other.role else ("dtype",)  # another attempt answers the same
+        faults = [*_differences(hello, other, "model", ("name", "fingerprint", "vocab_size", *dtype))]
+        fields = ("num_layers", "num_kv_heads", "head_dim", "v_head_dim", "kind", *dtype)
         faults += _differences(hello, other, "layout", fields)  # of one role too: both must meet the same others
         if OTHER.get(hello.role) is other.role and hello.transfer != other.transfer:
             faults.append(f"transfer: {hello.transfer!r} and {other.transfer!r}")
@@ -199,7 +199,7 @@ def unlike(hello: Hello, others: Iterable[Hello]) -> str | None:
             ours, theirs = hello.operators or "unknown operators", other.operators or "unknown operators"
             return (
                 f"{hello.worker} computes with {ours}, {other.worker} with {theirs}: "
-                f"in {hello.layout.dtype} an answer may depend on who computes it"
+                f"in {hello.model.dtype} an answer may depend on who computes it"
             )
     return None
 

@@ -3,7 +3,8 @@
 Rules
 1. The new tokens' K and V are in the pool already.
 2. No large temporary: pages are gathered into scratch that stays, queries are taken QUERY_ROWS at a time. A fresh
-   32 MB tensor a layer costs more than the attention (facts: 5x at 32 requests of 2,048 tokens).
+   32 MB tensor a layer costs more than the attention (facts: 5x at 32 requests of 2,048 tokens). From a float8 pool
+   bytes are gathered, and widened into the same scratch.
 3. Query heads of one KV head are the heads of one small batch over keys of stride 0: keys are never repeated. Where
    a rank holds an uneven number of query heads a KV head, the fewer are padded with copies, which are dropped.
 """
@@ -20,6 +21,7 @@ from torch import Tensor
 from pd.runtime.engine.inputs import Extend, StepInputs
 from pd.runtime.engine.shards import RankShare
 from pd.runtime.engine.spec import ModelSpec
+from pd.transfer.float8 import E4M3, bits
 
 # T tokens of the step, B of them single, C of one chunk, N of one piece of it, X context, H query heads, K kv heads,
 # G query heads a kv head (the most), E head size, P pages of the pool, S tokens a page, L pages of a request
@@ -43,14 +45,17 @@ class Attention:
 
     note = "PyTorch, a request at a time"
 
-    def __init__(self, spec: ModelSpec, share: RankShare, *, max_context: int, like: Tensor) -> None:
-        """`max_context`: tokens of the longest request, rounded up to whole pages. `like`: of the pool's dtype and
-        device.
+    def __init__(
+        self, spec: ModelSpec, share: RankShare, *, max_context: int, like: Tensor, kv_dtype: torch.dtype
+    ) -> None:
+        """`max_context`: tokens of the longest request, rounded up to whole pages. `like`: of the queries' dtype and
+        device. `kv_dtype`: of the pool, the same or e4m3fn.
         """
         self._scale = spec.head_dim**-0.5
         self._padding = _Padding(share.kv_head_of_query, like.device)
         shape = (len(share.kv_heads), max_context, spec.head_dim)
         self._keys, self._values = (like.new_empty(shape) for _ in range(2))
+        self._narrow = like.new_empty(shape, dtype=torch.uint8) if kv_dtype is E4M3 else None
 
     def __call__(
         self, q_THE: Tensor, pools: tuple[Tensor, Tensor], inputs: StepInputs, *, window: int | None
@@ -117,8 +122,11 @@ class Attention:
         gathered = []
         for pool_PKSE, scratch_KXE in zip(pools, (self._keys, self._values), strict=True):
             whole_KXE = scratch_KXE[:, : (last - first) * page_size]
-            into_KLSE = whole_KXE.view(len(whole_KXE), last - first, page_size, -1)
-            torch.index_select(pool_PKSE.transpose(0, 1), 1, pages, out=into_KLSE)
+            into_KXE = whole_KXE if self._narrow is None else self._narrow[:, : whole_KXE.shape[1]]
+            into_KLSE = into_KXE.view(len(into_KXE), last - first, page_size, -1)
+            torch.index_select(bits(pool_PKSE).transpose(0, 1), 1, pages, out=into_KLSE)
+            if into_KXE is not whole_KXE:
+                whole_KXE.copy_(into_KXE.view(E4M3))
             gathered.append(whole_KXE[:, skip : skip + stop - start])
         return gathered[0], gathered[1]
 

@@ -31,6 +31,7 @@ from pd.runtime.engine.spec import ModelSpec, read_spec
 from pd.runtime.engine.weights import DTYPES, Checkpoint, Reader, open_checkpoint
 from pd.runtime.wire.plans import StepPlan
 from pd.runtime.wire.values import ModelCard, Role, Token
+from pd.transfer.float8 import E4M3
 from pd.transfer.layout import KVLayout, page_nbytes, tp_shards
 from pd.transfer.staging import STAGING_NBYTES
 from pd.transfer.transport import Transport
@@ -38,6 +39,7 @@ from pd.transfer.transport import Transport
 T = TypeVar("T")
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_KV_DTYPES = {"fp8_e4m3": E4M3}
 
 
 class Notes(NamedTuple):
@@ -101,6 +103,7 @@ class _Checked:
     checkpoint: Checkpoint
     device: torch.device
     dtype: torch.dtype
+    kv_dtype: torch.dtype
     layout: KVLayout
 
     @property
@@ -115,10 +118,11 @@ def _check(config: RankConfig) -> _Checked:
     faults: list[ConfigError] = []
     device = _attempt(faults, lambda: _device(instance.device.device, config.rank))
     dtype = _attempt(faults, lambda: _dtype(instance.model.dtype, spec, checkpoint, device))
+    kv_dtype = _attempt(faults, lambda: _kv_dtype(instance.kv.dtype, dtype or torch.float32))
     _attempt(faults, lambda: _check_sizes(instance, spec))
     if not faults:
         _attempt(faults, lambda: checkpoint.check(parts(spec, share_of(spec, instance.device.tp, config.rank))))
-    if faults or device is None or dtype is None:
+    if faults or device is None or dtype is None or kv_dtype is None:
         hints = [fault.hint for fault in faults if fault.hint]
         raise ConfigError(*(str(fault) for fault in faults), hint="; ".join(hints))
     layout = KVLayout(
@@ -126,10 +130,10 @@ def _check(config: RankConfig) -> _Checked:
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
         page_size=instance.kv.page_size,
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=_name(kv_dtype),
         order=instance.kv.order,
     )
-    return _Checked(spec, checkpoint, device, dtype, layout)
+    return _Checked(spec, checkpoint, device, dtype, kv_dtype, layout)
 
 
 def _attempt(faults: list[ConfigError], check: Callable[[], T]) -> T | None:
@@ -173,6 +177,16 @@ def _dtype(word: str, spec: ModelSpec, checkpoint: Checkpoint, device: torch.dev
     return torch.bfloat16 if stored is torch.float16 and on_cpu else stored
 
 
+def _kv_dtype(word: str, of_model: torch.dtype) -> torch.dtype:
+    if word != "auto" and word not in _KV_DTYPES:
+        raise ConfigError(f"kv dtype {word!r} is unknown", hint=f"auto, {', '.join(_KV_DTYPES)}")
+    return _KV_DTYPES.get(word, of_model)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def _check_sizes(instance: InstanceConfig, spec: ModelSpec) -> None:
     faults, tp, asked = [], instance.device.tp, instance.model.max_model_len
     if not 1 <= tp <= spec.num_query_heads:
@@ -205,7 +219,7 @@ def _load(
     pool = _pool(instance, checked, mesh, room=room, transport=transport)
     max_model_len = min(limit, pool.shard.num_pages * instance.kv.page_size)
     max_context = -(-max_model_len // instance.kv.page_size) * instance.kv.page_size
-    ops = choose(instance.device.kernels, Shapes(spec, share, max_context, checked.like))
+    ops = choose(instance.device.kernels, Shapes(spec, share, max_context, checked.like, checked.kv_dtype))
     num_slots = instance.step.max_running
     slots = Slots(num_slots=num_slots, max_model_len=max_model_len, page_size=instance.kv.page_size, device=device)
     sampler = Sampler(vocab_size=spec.vocab_size, max_slots=num_slots, device=device, draws=ops.draws)
@@ -215,7 +229,8 @@ def _load(
     operators = f"{ops.note}{_products(device)}"
     where = _count(torch.get_num_threads()) if device.type == "cpu" else str(device)
     weights = f"{reader.nbytes / 2**20:.0f} MiB"
-    start_up = f"{checked.layout.dtype}, {where}, {operators}, sums {mesh.note}, weights {weights}"
+    dtypes = _name(checked.dtype) + (f" (KV {checked.layout.dtype})" if checked.kv_dtype is not checked.dtype else "")
+    start_up = f"{dtypes}, {where}, {operators}, sums {mesh.note}, weights {weights}"
     card = _card(config, checked, max_model_len)
     notes = Notes(start_up, operators)
     return Engine(card, checked.layout, pool, notes=notes, runner=runner, mesh=mesh)
@@ -247,7 +262,7 @@ def _pool(instance: InstanceConfig, checked: _Checked, mesh: Mesh, *, room: Room
     return make_pool(
         layout,
         shard,
-        dtype=checked.dtype,
+        dtype=checked.kv_dtype,
         device=checked.device,
         transport=transport,
         staging_nbytes=STAGING_NBYTES if hands_off else 0,
@@ -263,4 +278,5 @@ def _card(config: RankConfig, checked: _Checked, max_model_len: int) -> ModelCar
         fingerprint=checked.checkpoint.fingerprint(json.dumps(dataclasses.asdict(checked.spec), sort_keys=True)),
         vocab_size=checked.spec.vocab_size,
         max_model_len=max_model_len,
+        dtype=_name(checked.dtype),
     )

@@ -7,6 +7,8 @@ or on which instance computed it. The rules are those of cpu_ops.py.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -17,13 +19,18 @@ from pd.runtime.engine.cpu_build import native_for
 from pd.runtime.engine.inputs import StepInputs
 from pd.runtime.engine.shards import RankShare
 from pd.runtime.engine.spec import ModelSpec
+from pd.transfer.float8 import E4M3, bits
 
 # T tokens of the step, B requests, H query heads, K kv heads, E head size, C context, P pages, S tokens a page, L pages
 # of a request's table
 
 
 class NativeAttention:
-    """One rank's attention over its pool; holds no scratch. For pools that `native_for` takes."""
+    """One rank's attention over its pool; holds no scratch. For queries that `native_for` takes.
+
+    From a float8 pool, which C++ does not read, the pages of a request at a time are widened into one of the queries'
+    dtype: so there too the bits of an answer are its own.
+    """
 
     note = "C++"
 
@@ -37,6 +44,8 @@ class NativeAttention:
     ) -> Tensor:
         """out_THE. pools: one layer's k_PKSE and v_PKSE. window: tokens seen, the own one included; None: all."""
         heads, num_single = self._heads[window], inputs.num_single
+        if pools[0].dtype is E4M3:
+            return torch.cat(list(_over_float8(q_THE, pools, inputs, heads)))
         parts = []
         if num_single:
             table = {"table_BL": inputs.table_BL, "lengths_B": inputs.lengths_B}
@@ -45,6 +54,32 @@ class NativeAttention:
             chunks = ragged.first_row_B1, ragged.lengths_B, ragged.table_BL
             parts.append(paged_prefill(q_THE[num_single:], pools, chunks, heads=heads))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _over_float8(q_THE: Tensor, pools: tuple[Tensor, Tensor], inputs: StepInputs, heads: Heads) -> Iterator[Tensor]:
+    """Each request's rows, in order."""
+    for b in range(inputs.num_single):
+        lengths_B = inputs.lengths_B[b : b + 1]
+        wide, table_BL = _widened(pools, inputs.table_BL[b], int(lengths_B), q_THE.dtype)
+        yield paged_decode(q_THE[b : b + 1], wide, table_BL=table_BL, lengths_B=lengths_B, heads=heads)
+    if (ragged := inputs.ragged) is None:
+        return
+    for b, (first, last) in enumerate(itertools.pairwise(ragged.first_row_B1.tolist())):
+        lengths_B = ragged.lengths_B[b : b + 1]
+        wide, table_BL = _widened(pools, ragged.table_BL[b], int(lengths_B), q_THE.dtype)
+        chunk = torch.tensor([0, last - first], dtype=torch.int32), lengths_B, table_BL
+        rows = slice(inputs.num_single + first, inputs.num_single + last)
+        yield paged_prefill(q_THE[rows], wide, chunk, heads=heads)
+
+
+def _widened(
+    pools: tuple[Tensor, Tensor], pages_L: Tensor, length: int, dtype: torch.dtype
+) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """A pool of these pages alone, and the table of its one request."""
+    num_pages = -(-length // pools[0].shape[2])
+    held = pages_L[:num_pages].long()
+    k_PKSE, v_PKSE = (bits(pool)[held].view(E4M3).to(dtype) for pool in pools)
+    return (k_PKSE, v_PKSE), torch.arange(num_pages, dtype=torch.int32)[None]
 
 
 @dataclass(frozen=True, slots=True)

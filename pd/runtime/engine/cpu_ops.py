@@ -25,6 +25,7 @@ from torch import Tensor
 
 from pd.runtime.engine import cpu_build, noise
 from pd.runtime.engine.cpu_build import native_for
+from pd.transfer.float8 import bits, cast
 
 # M rows, N outputs, I inputs of a linear; B requests, T tokens, H query heads, K kv heads, E head size, D = E/2,
 # P pages, S tokens a page, V vocabulary, R rows drawn at random
@@ -179,11 +180,11 @@ def rope_and_write_reference(
     pages_T: Tensor,
     offsets_T: Tensor,
 ) -> None:
+    """Takes float8 pools as well."""
     q_THE, k_TKE, v_TKE = qkv
-    k_PKSE, v_PKSE = pools
     q_THE.copy_(_rotate(q_THE, angles))
-    k_PKSE[pages_T, :, offsets_T] = _rotate(k_TKE, angles)
-    v_PKSE[pages_T, :, offsets_T] = v_TKE
+    for x_TKE, pool_PKSE in zip((_rotate(k_TKE, angles), v_TKE), pools, strict=True):
+        bits(pool_PKSE)[pages_T, :, offsets_T] = bits(cast(x_TKE, pool_PKSE.dtype))
 
 
 def _rotate(x_THE: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:

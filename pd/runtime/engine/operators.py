@@ -3,6 +3,7 @@
 | kernels | on | rows of a layer and the draw | attention |
 |---|---|---|---|
 | torch | any device | `cpu_ops`: C++ on a CPU where built, else PyTorch | `NativeAttention`, or `Attention` |
+| … with a float8 pool | | the same, but what writes K and V is PyTorch | the same, pages widened a request at a time |
 | triton | GPUs; a CPU under TRITON_INTERPRET=1 | `pd.kernels` | `PagedAttention` |
 | auto | | triton on a GPU where it can be imported and takes dtype and heads, else torch | |
 
@@ -58,23 +59,29 @@ class Shapes:
     spec: ModelSpec
     share: RankShare
     max_context: int  # tokens of the longest request, rounded up to whole pages
-    like: Tensor  # of the pool's dtype and device
+    like: Tensor  # of the model's dtype and device
+    kv_dtype: torch.dtype  # of the pool: the model's, or e4m3fn
+
+
+def takes_kernels(kernels: str, spec: ModelSpec, like: Tensor) -> bool:
+    """Whether `choose` will take Triton's. Raises ConfigError where kernels are forced that cannot run here."""
+    reason = why_not(spec, like)
+    if kernels == "triton" and reason:
+        raise ConfigError(f"--kernels triton: {reason}", hint="--kernels auto takes PyTorch where kernels cannot run")
+    return kernels == "triton" or (kernels == "auto" and like.device.type == "cuda" and not reason)
 
 
 def choose(kernels: str, shapes: Shapes) -> Operators:
-    """Raises ConfigError where kernels are forced that cannot run here."""
-    reason = why_not(shapes)
-    if kernels == "triton" and reason:
-        raise ConfigError(f"--kernels triton: {reason}", hint="--kernels auto takes PyTorch where kernels cannot run")
-    is_gpu = shapes.like.device.type == "cuda"
-    if kernels == "triton" or (kernels == "auto" and is_gpu and not reason):
+    """Raises ConfigError as `takes_kernels`."""
+    if takes_kernels(kernels, shapes.spec, shapes.like):
         return _triton(shapes)
-    return _torch(shapes, f" (no kernels: {reason})" if kernels == "auto" and is_gpu else "")
+    is_fallback = kernels == "auto" and shapes.like.device.type == "cuda"
+    return _torch(shapes, f" (no kernels: {why_not(shapes.spec, shapes.like)})" if is_fallback else "")
 
 
-def why_not(shapes: Shapes) -> str:
+def why_not(spec: ModelSpec, like: Tensor) -> str:
     """Why the kernels cannot run; empty if they can."""
-    like, size = shapes.like, shapes.spec.head_dim
+    size = spec.head_dim
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     if not _kernel("target").can_run(like.device):
@@ -87,16 +94,23 @@ def why_not(shapes: Shapes) -> str:
 
 
 def _torch(shapes: Shapes, why: str) -> Operators:
+    is_narrower = shapes.kv_dtype is not shapes.like.dtype
     attention: NativeAttention | Attention
     if native_for(shapes.like) is not None:
         attention = NativeAttention(shapes.spec, shapes.share)
     else:
-        attention = Attention(shapes.spec, shapes.share, max_context=shapes.max_context, like=shapes.like)
+        attention = Attention(
+            shapes.spec,
+            shapes.share,
+            max_context=shapes.max_context,
+            like=shapes.like,
+            kv_dtype=shapes.kv_dtype,
+        )
     rows = cpu_ops.describe() if shapes.like.device.type == "cpu" else "PyTorch's operators"
     return Operators(
         rms_norm=cpu_ops.rms_norm,
         silu_mul=cpu_ops.silu_mul,
-        rope_and_write=cpu_ops.rope_and_write,
+        rope_and_write=cpu_ops.rope_and_write_reference if is_narrower else cpu_ops.rope_and_write,
         draws=torch_draws(),
         attention=attention,
         pads=False,

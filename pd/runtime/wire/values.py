@@ -98,6 +98,7 @@ class ModelCard(Value, frozen=True):
     fingerprint: str  # hash of config and weights' names, shapes and sizes
     vocab_size: int
     max_model_len: int  # tokens of prompt + answer this instance takes: the model's limit, or its pool's
+    dtype: str = ""  # that it computes in; its KV's is the layout's
 
 
 class Load(Value, frozen=True):
