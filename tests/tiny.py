@@ -14,9 +14,15 @@ from pathlib import Path
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config, "mistral": MistralConfig}
+CONFIGS = {
+    "llama": LlamaConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+    "qwen3_moe": Qwen3MoeConfig,
+    "mistral": MistralConfig,
+}
 FAMILIES = tuple(CONFIGS)
 
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -42,6 +48,8 @@ DEFAULTS = {
     "eos_token_id": EOS,
     "pad_token_id": None,
 }
+EXPERTS = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "norm_topk_prob": True}
+"""Of qwen3_moe, beside the above."""
 
 
 def make_tiny(
@@ -53,7 +61,8 @@ def make_tiny(
     or rope_parameters. `AutoModelForCausalLM.from_pretrained(directory)` reads what was written.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    config = CONFIGS[family](**{**DEFAULTS, **overrides})
+    own = EXPERTS if family == "qwen3_moe" else {}
+    config = CONFIGS[family](**{**DEFAULTS, **own, **overrides})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     _randomize(model, seed)
     model.to(dtype).save_pretrained(directory)

@@ -87,6 +87,11 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
+    "qwen3_moe": ("qwen3_moe", {}),
+    "qwen3_moe-dense-layers": (
+        "qwen3_moe",
+        {"num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [1], "norm_topk_prob": False},
+    ),
     "mistral-no-window": ("mistral", {"sliding_window": None}),
     "mistral-window": ("mistral", {"sliding_window": 11}),
     "mistral-window-of-two": ("mistral", {"sliding_window": 2}),

@@ -9,8 +9,9 @@ import pytest
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from pd.runtime.config import ConfigError
 from pd.runtime.engine.rope import inverse_frequencies
-from pd.runtime.engine.spec import ModelSpec, read_spec
+from pd.runtime.engine.spec import ExpertSpec, ModelSpec, read_spec
 
 SIZES = {
     "vocab_size": 100,
@@ -86,6 +87,19 @@ def test_absent_fields_take_the_familys_defaults(tmp_path: Path) -> None:
     assert (qwen2.has_qkv_bias, qwen2.has_output_bias, qwen2.has_qk_norm) == (True, False, False)
     mistral = spec_of(tmp_path, "MistralForCausalLM", num_key_value_heads=2)
     assert mistral.windows == (4096,) * 4
+
+
+def test_experts_are_read_in_both_spellings_with_the_familys_defaults(tmp_path: Path) -> None:
+    plain = spec_of(tmp_path, "Qwen3MoeForCausalLM")
+    assert plain.experts == ExpertSpec(128, 8, 768, False, (True,) * 4)
+    assert (plain.num_kv_heads, plain.head_dim, plain.has_qk_norm) == (4, 16, True)
+    fields = {"num_experts_per_tok": 2, "moe_intermediate_size": 5, "norm_topk_prob": True, "mlp_only_layers": [3]}
+    for name in ("num_experts", "num_local_experts"):
+        spec = spec_of(tmp_path, "Qwen3MoeForCausalLM", decoder_sparse_step=2, **{name: 6}, **fields)
+        assert spec.experts == ExpertSpec(6, 2, 5, True, (False, True, False, False))
+    with pytest.raises(ConfigError, match="num_experts_per_tok 8 is more than the 4 experts"):
+        spec_of(tmp_path, "Qwen3MoeForCausalLM", num_experts=4)
+    assert spec_of(tmp_path).experts is None
 
 
 def test_windows_follow_each_familys_own_rule(tmp_path: Path) -> None:

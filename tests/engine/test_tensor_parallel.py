@@ -34,7 +34,7 @@ def test_collectives_tell_every_rank_the_same(mesh: str, tmp_path: Path) -> None
         assert told == [[[3], [3, 6, 9, 12, 15]], gathered if rank == 0 else None, [40, 50], 98], f"rank {rank}"
 
 
-@pytest.mark.parametrize(("family", "tp"), [("llama", 2), ("qwen2", 3), ("qwen3", 4), ("mistral", 8)])
+@pytest.mark.parametrize(("family", "tp"), [("llama", 2), ("qwen2", 3), ("qwen3", 4), ("mistral", 8), ("qwen3_moe", 2)])
 def test_ranks_together_answer_as_one(family: str, tp: int, tmp_path: Path) -> None:
     overrides: dict[str, object] = {"sliding_window": 11} if family == "mistral" else {}
     if family == "llama":
@@ -46,14 +46,15 @@ def test_ranks_together_answer_as_one(family: str, tp: int, tmp_path: Path) -> N
     assert told[1:] == [[[]] * len(PROMPTS)] * (tp - 1), "only rank 0 reports tokens"
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 @pytest.mark.parametrize("tp", range(1, 10))
-def test_every_weight_is_held_once_but_shared_kv_heads(tp: int, tmp_path: Path) -> None:
-    overrides = {"attention_bias": True, "mlp_bias": True}
-    spec = read_spec(make_tiny("llama", tmp_path, **overrides))
+def test_every_weight_is_held_once_but_shared_kv_heads(tp: int, family: str, tmp_path: Path) -> None:
+    overrides = {"attention_bias": True, "mlp_bias": True} if family == "llama" else {}
+    spec = read_spec(make_tiny(family, tmp_path, **overrides))
     ranks = [parts(spec, share_of(spec, tp, rank)) for rank in range(tp)]
     for name, part in ranks[0].items():
         held = sorted((rank[name].held for rank in ranks), key=lambda r: (r.start, r.stop))
-        if name.endswith("norm.weight"):
+        if name.endswith(("norm.weight", "mlp.gate.weight")):
             assert all(h == range(part.shape[0]) for h in held), name
         elif "k_proj" in name or "v_proj" in name:
             assert set().union(*held) == set(range(part.shape[0])), name

@@ -13,7 +13,7 @@ from tests.tiny import VOCAB_SIZE, make_tiny
 NUM_TOKENS = 20
 COMMON = (
     "--dtype", "float32", "--page-size", str(PAGE), "--max-prefill-tokens", str(CHUNK), "--num-pages", "600",
-    "--max-running", "48", "--threads", "1",
+    "--max-running", "48", "--threads", "1", "--device", "cpu",
 )  # fmt: skip
 
 
@@ -28,7 +28,8 @@ class Case:
 
 @pytest.fixture(scope="session")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
-    return {family: _make(family, tmp_path_factory.mktemp(family)) for family in ("llama", "qwen2", "qwen3", "mistral")}
+    families = ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral")
+    return {family: _make(family, tmp_path_factory.mktemp(family)) for family in families}
 
 
 def _make(family: str, folder: Path) -> Case:

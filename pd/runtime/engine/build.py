@@ -22,7 +22,7 @@ from pd.runtime.engine.inputs import Slots
 from pd.runtime.engine.kv_pool import KVPool, count_pages, make_pool
 from pd.runtime.engine.mesh import Mesh, make_mesh
 from pd.runtime.engine.models.llama import Llama
-from pd.runtime.engine.operators import Shapes, choose
+from pd.runtime.engine.operators import Shapes, choose, takes_kernels
 from pd.runtime.engine.room import Room, measure
 from pd.runtime.engine.runner import Launched, Runner
 from pd.runtime.engine.sampler import Sampler
@@ -215,7 +215,8 @@ def _load(
     if device.type == "cuda":
         room.check_weights()
     with reader:
-        model = Llama(spec, share, mesh, reader=reader, max_model_len=limit)
+        stacks = takes_kernels(instance.device.kernels, spec, checked.like)
+        model = Llama(spec, share, mesh, reader=reader, max_model_len=limit, stacks=stacks)
     pool = _pool(instance, checked, mesh, room=room, transport=transport)
     max_model_len = min(limit, pool.shard.num_pages * instance.kv.page_size)
     max_context = -(-max_model_len // instance.kv.page_size) * instance.kv.page_size

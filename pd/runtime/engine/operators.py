@@ -28,13 +28,14 @@ from pd.runtime.engine.attention import Attend, Attention
 from pd.runtime.engine.cpu_attention import NativeAttention
 from pd.runtime.engine.cpu_build import native_for
 from pd.runtime.engine.draws import Draws, Filters, Penalties, torch_draws
+from pd.runtime.engine.experts import Experts, mix
 from pd.runtime.engine.paged_attention import PagedAttention
 from pd.runtime.engine.shards import RankShare
 from pd.runtime.engine.spec import ModelSpec
 from pd.runtime.engine.staging import upload
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-LARGEST_HEAD = 256  # elements; the tuning tables end there
+LARGEST_HEAD, MOST_EXPERTS = 256, 1024  # elements; the tuning tables end there
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,7 @@ class Operators:
 
     rms_norm: Callable[..., Tensor]
     silu_mul: Callable[[Tensor], Tensor]
+    experts: Callable[[Tensor, Experts], Tensor]
     rope_and_write: Callable[..., None]
     draws: Draws
     attention: Attend
@@ -81,7 +83,7 @@ def choose(kernels: str, shapes: Shapes) -> Operators:
 
 def why_not(spec: ModelSpec, like: Tensor) -> str:
     """Why the kernels cannot run; empty if they can."""
-    size = spec.head_dim
+    size, experts = spec.head_dim, spec.experts
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     if not _kernel("target").can_run(like.device):
@@ -90,6 +92,8 @@ def why_not(spec: ModelSpec, like: Tensor) -> str:
         return f"they do not compute in {like.dtype}"
     if size > LARGEST_HEAD:
         return f"heads of {size} elements are larger than {LARGEST_HEAD}"
+    if experts is not None and experts.num_experts > MOST_EXPERTS:
+        return f"{experts.num_experts} experts are more than {MOST_EXPERTS}"
     return ""
 
 
@@ -110,6 +114,7 @@ def _torch(shapes: Shapes, why: str) -> Operators:
     return Operators(
         rms_norm=cpu_ops.rms_norm,
         silu_mul=cpu_ops.silu_mul,
+        experts=mix,
         rope_and_write=cpu_ops.rope_and_write_reference if is_narrower else cpu_ops.rope_and_write,
         draws=torch_draws(),
         attention=attention,
@@ -123,6 +128,7 @@ def _triton(shapes: Shapes) -> Operators:
     return Operators(
         rms_norm=_kernel("rms_norm").rms_norm,
         silu_mul=_kernel("silu_mul").silu_mul,
+        experts=_mix,
         rope_and_write=_kernel("kv_write").rope_and_write,
         draws=_triton_draws(),
         attention=PagedAttention(
@@ -134,6 +140,23 @@ def _triton(shapes: Shapes) -> Operators:
         pads=True,
         note=f"Triton kernels for {target.arch}",
     )
+
+
+def _mix(x_TI: Tensor, experts: Experts) -> Tensor:
+    """`mix` by kernels: pairs of token and expert in order of experts, then two grouped products. Asks nothing of the
+    device.
+    """
+    route, sort, gemm = _kernel("moe_route"), _kernel("moe_sort"), _kernel("grouped_gemm")
+    spec = experts.spec
+    routing = route.Routing(spec.num_chosen, is_renormalised=spec.is_renormalised)
+    weights_TK, ids_TK = route.route(experts.router(x_TI), routing)
+    num_pairs = ids_TK.numel()
+    tiles = sort.sort_pairs(ids_TK, spec.num_experts, gemm.tile_rows(num_pairs, spec.num_experts, x_TI))
+    gate_up_PN = gemm.grouped_gemm(x_TI, experts.gate_up_XNI, tiles, num_pairs=num_pairs, share=spec.num_chosen)
+    inner_PC = _kernel("silu_mul").silu_mul(gate_up_PN)
+    out_PI = gemm.grouped_gemm(inner_PC, experts.down_XIC, tiles, num_pairs=num_pairs, share=1)
+    out_TI: Tensor = gemm.combine(out_PI, weights_TK)
+    return out_TI
 
 
 def _triton_draws() -> Draws:

@@ -31,8 +31,19 @@ class Bias(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertSpec:
+    """A mixture of experts in place of an MLP: softmax over all of them, and the best few for each token."""
+
+    num_experts: int
+    num_chosen: int  # a token
+    intermediate_size: int  # of each
+    is_renormalised: bool  # the weights of those chosen are made to sum to 1
+    layers: tuple[bool, ...]  # which have one; the others have an MLP
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A decoder-only transformer of the Llama kind: RMSNorm, rotary GQA attention, gated SiLU MLP."""
+    """A decoder-only transformer of the Llama kind: RMSNorm, rotary GQA attention, gated SiLU MLP or experts."""
 
     architecture: str
     vocab_size: int
@@ -53,6 +64,10 @@ class ModelSpec:
     windows: tuple[int | None, ...]  # a layer: how many of the last tokens it sees, its own included; None: all
     eos_token_ids: tuple[int, ...]
     dtype: str | None  # the checkpoint's own word; None: it does not say
+    experts: ExpertSpec | None = None
+
+    def has_experts(self, layer: int) -> bool:
+        return self.experts is not None and self.experts.layers[layer]
 
 
 def read_spec(directory: Path) -> ModelSpec:
@@ -107,6 +122,12 @@ def _qwen_windows(config: Json, num_layers: int) -> tuple[int | None, ...]:
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
+def _qwen_moe_windows(config: Json, num_layers: int) -> tuple[int | None, ...]:
+    """All layers or none."""
+    window = config.get("sliding_window", 4096) if config.get("use_sliding_window", False) else None
+    return (window if isinstance(window, int) else None,) * num_layers
+
+
 @dataclass(frozen=True, slots=True)
 class _Family:
     max_positions: int
@@ -115,6 +136,7 @@ class _Family:
     head_dim: int | None = None  # None: hidden_size over query heads
     has_mlp_bias: bool = False  # whether config.json's mlp_bias means anything
     has_qk_norm: bool = False
+    has_experts: bool = False
     windows: Callable[[Json, int], tuple[int | None, ...]] = _no_windows
 
 
@@ -124,6 +146,9 @@ FAMILIES: Mapping[str, _Family] = {
     "Qwen2ForCausalLM": _Family(32768, Bias.QKV, num_kv_heads=32, windows=_qwen_windows),
     "Qwen3ForCausalLM": _Family(
         32768, Bias.ASKED, num_kv_heads=32, head_dim=128, has_qk_norm=True, windows=_qwen_windows
+    ),
+    "Qwen3MoeForCausalLM": _Family(
+        32768, Bias.ASKED, num_kv_heads=4, has_qk_norm=True, has_experts=True, windows=_qwen_moe_windows
     ),
 }
 
@@ -168,6 +193,7 @@ class _Reader:
             windows=family.windows(self._config, num_layers),
             eos_token_ids=self._eos(),
             dtype=self._dtype(),
+            experts=self._experts(num_layers) if family.has_experts else None,
         )
         self._check(spec)
         if self._faults:
@@ -181,6 +207,9 @@ class _Reader:
             self._faults.append(f"{spec.num_query_heads} query heads do not share {spec.num_kv_heads} KV heads evenly")
         if spec.head_dim % 2:
             self._faults.append(f"head_dim {spec.head_dim} is odd: rotary embeddings need pairs")
+        if spec.experts is not None and spec.experts.num_chosen > spec.experts.num_experts:
+            chosen, there = spec.experts.num_chosen, spec.experts.num_experts
+            self._faults.append(f"num_experts_per_tok {chosen} is more than the {there} experts")
         if len(spec.windows) != spec.num_layers:
             self._faults.append(f"{len(spec.windows)} layer_types for {spec.num_layers} layers")
         if (activation := self._config.get("hidden_act", "silu")) != "silu":
@@ -188,6 +217,20 @@ class _Reader:
         if quantization := self._config.get("quantization_config"):
             method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
             self._faults.append(f"quantization_config {method!r} is not supported: the weights must be plain")
+
+    def _experts(self, num_layers: int) -> ExpertSpec:
+        """As Qwen3-MoE tells of them; newer transformers say num_local_experts."""
+        said = "num_local_experts" if "num_local_experts" in self._config else "num_experts"
+        step = self._size("decoder_sparse_step", 1)
+        plain = self._config.get("mlp_only_layers") or ()
+        without = set(plain) if isinstance(plain, list | tuple) else set()
+        return ExpertSpec(
+            num_experts=self._size(said, 128),
+            num_chosen=self._size("num_experts_per_tok", 8),
+            intermediate_size=self._size("moe_intermediate_size", 768),
+            is_renormalised=bool(self._config.get("norm_topk_prob", False)),
+            layers=tuple(layer not in without and (layer + 1) % step == 0 for layer in range(num_layers)),
+        )
 
     def _rope(self) -> tuple[RopeSpec, int]:
         limit = self._size("max_position_embeddings", self._family.max_positions)

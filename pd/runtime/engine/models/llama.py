@@ -1,7 +1,8 @@
 """The Llama-like decoder: RMSNorm, rotary GQA attention, gated SiLU MLP, as one rank of a tensor-parallel group.
 
-One file serves Llama, Mistral, Qwen2 and Qwen3: they differ in which tensors there are, which `ModelSpec` says, not
-in what is computed with them. Source: transformers' modeling_llama.py, modeling_qwen3.py.
+One file serves Llama, Mistral, Qwen2, Qwen3 and Qwen3-MoE: they differ in which tensors there are, which `ModelSpec`
+says, not in what is computed with them. Source: transformers' modeling_llama.py, modeling_qwen3.py,
+modeling_qwen3_moe.py. Where a layer has experts they stand for the MLP.
 
                  ┌───────────────── residual ──────────────────┐        ┌──────── residual ───────┐
     tokens ─embed┴─norm─qkv─(q,k norm)─rope─►pool─attend─o─Σ ──+─norm───┴─gate,up─silu·mul─down─Σ─+─ …
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pd.runtime.engine.experts import Experts, read_experts
 from pd.runtime.engine.inputs import StepInputs
 from pd.runtime.engine.layers import Embedding, Linear, make_linear
 from pd.runtime.engine.mesh import Mesh
@@ -40,22 +42,25 @@ class _Layer:
     key_norm_E: Tensor | None
     output: Linear
     mlp_norm_I: Tensor
-    gate_up: Linear
-    down: Linear
+    mlp: tuple[Linear, Linear] | Experts  # gate and up as one, and down
     window: int | None
 
 
 class Llama:
     """Holds one rank's weights; owns no KV."""
 
-    def __init__(self, spec: ModelSpec, share: RankShare, mesh: Mesh, *, reader: Reader, max_model_len: int) -> None:
-        """Read the rank's weights. `max_model_len`: how far positions reach, in tokens."""
+    def __init__(
+        self, spec: ModelSpec, share: RankShare, mesh: Mesh, *, reader: Reader, max_model_len: int, stacks: bool = False
+    ) -> None:
+        """Read the rank's weights. `max_model_len`: how far positions reach, in tokens. `stacks`: kernels compute the
+        experts, see `read_experts`.
+        """
         self._spec = spec
         self._share = share
         self._mesh = mesh
         rows_VI = reader.read("model.embed_tokens.weight")
         self._embedding = Embedding(rows_VI, share.vocabulary.start, is_whole=share.tp == 1)
-        self._layers = [_read_layer(spec, layer, reader) for layer in range(spec.num_layers)]
+        self._layers = [_read_layer(spec, layer, reader, stacks=stacks) for layer in range(spec.num_layers)]
         self._norm_I = reader.read("model.norm.weight")
         self._head = make_linear(rows_VI if spec.is_tied else reader.read("lm_head.weight"))
         cos_ND, sin_ND = angles(spec.rope, spec.head_dim, max_model_len)
@@ -73,7 +78,7 @@ class Llama:
             seen_THE = ops.attention(q_THE, pool, inputs, window=layer.window)
             x_TI = reduce(layer.output(seen_THE.flatten(1)))
             x_TI = ops.rms_norm(x_TI, layer.mlp_norm_I, eps, residual_TI)
-            x_TI = reduce(layer.down(ops.silu_mul(layer.gate_up(x_TI))))
+            x_TI = reduce(_mlp(layer.mlp, x_TI, ops))
             x_TI = ops.rms_norm(x_TI, next_norm_I, eps, residual_TI)
         return x_TI
 
@@ -112,12 +117,24 @@ class Llama:
         return q_THE
 
 
-def _read_layer(spec: ModelSpec, layer: int, reader: Reader) -> _Layer:
+def _mlp(mlp: tuple[Linear, Linear] | Experts, x_TI: Tensor, ops: Operators) -> Tensor:
+    if isinstance(mlp, Experts):
+        return ops.experts(x_TI, mlp)
+    gate_up, down = mlp
+    return down(ops.silu_mul(gate_up(x_TI)))
+
+
+def _read_layer(spec: ModelSpec, layer: int, reader: Reader, *, stacks: bool) -> _Layer:
     at = f"model.layers.{layer}."
 
     def linear(*names: str) -> Linear:
         weight = reader.stack(f"{at}{name}.weight" for name in names)
         return make_linear(weight, reader.find(f"{at}{name}.bias" for name in names))
+
+    def mlp() -> tuple[Linear, Linear] | Experts:
+        if spec.experts is not None and spec.has_experts(layer):
+            return read_experts(spec.experts, reader, f"{at}mlp.", stacked=stacks)
+        return linear("mlp.gate_proj", "mlp.up_proj"), linear("mlp.down_proj")
 
     return _Layer(
         input_norm_I=reader.read(f"{at}input_layernorm.weight"),
@@ -126,7 +143,6 @@ def _read_layer(spec: ModelSpec, layer: int, reader: Reader) -> _Layer:
         key_norm_E=reader.find([f"{at}self_attn.k_norm.weight"]),
         output=linear("self_attn.o_proj"),
         mlp_norm_I=reader.read(f"{at}post_attention_layernorm.weight"),
-        gate_up=linear("mlp.gate_proj", "mlp.up_proj"),
-        down=linear("mlp.down_proj"),
+        mlp=mlp(),
         window=spec.windows[layer],
     )
