@@ -1,4 +1,7 @@
-"""Which GPUs each instance of `pd serve` sees: its own, so that no two of them count from 0 on the same ones."""
+"""Which GPUs each instance of `pd serve` sees: its own first, so that no two of them count from 0 on the same ones.
+
+It sees the others too: KV goes from one GPU to another, and not every library reaches one that its process cannot see.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +16,26 @@ _NVIDIA, _AMD = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"
 def gpu_environments(
     tps: Sequence[int], environment: Mapping[str, str], *, root: Path = Path("/")
 ) -> list[dict[str, str]]:
-    """Variables for instances of these sizes: neighbouring GPUs of those that we may use, `tp` each.
+    """Variables for instances of these sizes: the GPUs that we may use, each instance's `tp` neighbouring ones first.
 
-    Nothing where there are none, or fewer than ranks: then all see all, and ranks share GPUs.
+    Where ranks outnumber them instances begin anew with the first. Nothing where there are none.
     """
+    variable, visible = _visible(environment, root)
+    starts = [start % len(visible) for start in itertools.accumulate(tps, initial=0)] if visible else []
+    said = [{variable: ",".join(visible[start:] + visible[:start])} for start in starts[: len(tps)]]
+    return said or [{} for _ in tps]
+
+
+def ranks_a_gpu(tps: Sequence[int], environment: Mapping[str, str], *, root: Path = Path("/")) -> int:
+    """The most that share one."""
+    _, visible = _visible(environment, root)
+    return max(1, -(-sum(tps) // len(visible))) if visible else 1
+
+
+def _visible(environment: Mapping[str, str], root: Path) -> tuple[str, list[str]]:
+    """The vendor's variable, and the GPUs that it leaves."""
     variable = _AMD if (root / "dev/kfd").exists() else _NVIDIA
-    visible = _said(environment.get(variable)) or [str(i) for i in range(_count(root))]
-    if sum(tps) > len(visible):
-        return [{} for _ in tps]
-    starts = itertools.accumulate(tps, initial=0)
-    return [{variable: ",".join(visible[start : start + tp])} for start, tp in zip(starts, tps, strict=False)]
+    return variable, _said(environment.get(variable)) or [str(i) for i in range(_count(root))]
 
 
 def _said(value: str | None) -> list[str]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from pd.cli_config import check_keys, core_faults, own_faults, parse_cores, shared_faults, show_cores
-from pd.cli_gpus import gpu_environments
+from pd.cli_gpus import gpu_environments, ranks_a_gpu
 from pd.cli_options import LaunchOptions, ServeOptions, SharedOptions, as_arguments
 from pd.runtime.checkpoint import resolve, served_name
 from pd.runtime.config import ConfigError, LinkConfig
@@ -37,6 +37,7 @@ def serve_config(options: ServeOptions) -> ServeConfig:
     Raises ConfigError: all faults of the options at once, else the port's, else the model's.
     """
     router, *instances = launches(options)
+    instances = share_memory(instances)
     port = claim_port(options.host, options.port)
     folder = resolve(options.model)
     _check_shapes(instances, read_spec(folder).num_query_heads)
@@ -108,6 +109,19 @@ def share_cores(cores: Sequence[int], weights: Sequence[int]) -> list[tuple[int,
         counts[min(range(len(weights)), key=lambda i: counts[i] / weights[i])] += 1
     starts = [sum(counts[:i]) for i in range(len(counts))]
     return [tuple(cores[start : start + count]) for start, count in zip(starts, counts, strict=True)]
+
+
+def share_memory(instances: list[LaunchOptions]) -> list[LaunchOptions]:
+    """Where ranks share GPUs each takes a share of what is free: two that took 0.9 of it would not both start."""
+    on_gpus = [instance.tp for instance in instances if not _is_cpu(instance.device)]
+    num_sharing = ranks_a_gpu(on_gpus, os.environ)
+    if num_sharing == 1:
+        return instances
+    share = f"{0.9 / num_sharing:.3f}"
+    return [
+        one if one.kv_memory or one.num_pages or _is_cpu(one.device) else replace(one, kv_memory=share)
+        for one in instances
+    ]
 
 
 def _specs(options: ServeOptions) -> list[tuple[Role, str]]:

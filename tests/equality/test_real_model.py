@@ -24,6 +24,7 @@ def test_the_default_model_apart_answers_as_transformers(tmp_path: Path) -> None
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     prompts = [tokenizer(subject)["input_ids"] for subject in SUBJECTS]
     expected = greedy_together(checkpoint, prompts, NUM_TOKENS)
-    common = ("--dtype", "float32", "--num-pages", "400", "--threads", "1", "--served-name", checkpoint.name)
+    plain = ("--dtype", "float32", "--num-pages", "400", "--threads", "1", "--device", "cpu")
+    common = (*plain, "--served-name", checkpoint.name)
     with apart(checkpoint, tmp_path, common=common) as cluster:
         assert cluster.generate_all(prompts, NUM_TOKENS) == expected

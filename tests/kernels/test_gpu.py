@@ -1,4 +1,7 @@
-"""What only a GPU can show: captured decode steps answer as launched ones, and no step waits for the device."""
+"""What only a GPU can show: captured decode steps answer as launched ones, and no step waits for the device.
+
+That PyTorch's operators wait for none either is shown without one in tests/engine/test_no_waiting.py, and here.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from pd.runtime.config import DeviceConfig
+from pd.runtime.config import DeviceConfig, KVConfig
 from pd.runtime.engine.build import Engine
 from pd.runtime.wire.plans import Chunk, SlotInit, StepKind, StepPlan
 from pd.runtime.wire.values import Sampling
-from tests.engine.driving import Driver, build_engine, ids_of, prompt_of, rank_config
+from tests.engine.driving import NUM_PAGES, PAGE, Driver, build_engine, ids_of, prompt_of, rank_config
 from tests.tiny import VOCAB_SIZE, make_tiny
 
 pytestmark = [
@@ -27,23 +30,27 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny("llama", tmp_path_factory.mktemp("tiny"))
 
 
-@pytest.fixture(params=[True, False])
+@pytest.fixture(params=["graphs", "kernels", "torch"])
 def engine(request: pytest.FixtureRequest, tiny: Path) -> Iterator[Engine]:
-    engine = engine_of(tiny, graphs=request.param)
+    kernels = "torch" if request.param == "torch" else "triton"
+    engine = engine_of(tiny, kernels=kernels, graphs=request.param == "graphs")
     yield engine
     engine.close()
 
 
-def engine_of(checkpoint: Path, *, graphs: bool) -> Engine:
-    return build_engine(rank_config(checkpoint, device=DeviceConfig(device="cuda", kernels="triton", graphs=graphs)))
+def engine_of(checkpoint: Path, *, graphs: bool, kernels: str = "triton", kv_dtype: str = "auto") -> Engine:
+    device = DeviceConfig(device="cuda", kernels=kernels, graphs=graphs)
+    kv = KVConfig(page_size=PAGE, num_pages=NUM_PAGES, dtype=kv_dtype)
+    return build_engine(rank_config(checkpoint, device=device, kv=kv))
 
 
-def test_captured_steps_answer_as_launched_ones(tiny: Path) -> None:
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e4m3"])
+def test_captured_steps_answer_as_launched_ones(tiny: Path, kv_dtype: str) -> None:
     """Batches of 1 to 5, so that buckets are full and padded. In float32, greedy: a padded batch's products may round
     otherwise, which only a near tie would show."""
     told = []
     for graphs in (True, False):
-        engine = engine_of(tiny, graphs=graphs)
+        engine = engine_of(tiny, graphs=graphs, kv_dtype=kv_dtype)
         driver, ids = Driver(engine), []
         for slot in range(5):
             driver.admit(slot, prompt_of(9, seed=slot, vocab_size=VOCAB_SIZE))

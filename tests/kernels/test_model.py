@@ -9,30 +9,44 @@ import msgspec
 import pytest
 import torch
 
-from pd.runtime.config import ConfigError, DeviceConfig
+from pd.kernels.paged_decode import plan_splits
+from pd.runtime.config import ConfigError, DeviceConfig, KVConfig
 from pd.runtime.engine import operators
 from pd.runtime.engine.build import Engine
 from pd.runtime.engine.operators import Shapes
 from pd.runtime.engine.shards import share_of
 from pd.runtime.engine.spec import read_spec
+from pd.runtime.engine.warm_up import idle_steps
 from pd.runtime.wire.values import Sampling, Token
-from tests.engine.driving import Driver, build_engine, ids_of, logprobs_of, prompt_of, rank_config
+from tests.engine.driving import (
+    NUM_PAGES,
+    PAGE,
+    Driver,
+    build_engine,
+    generate,
+    ids_of,
+    logprobs_of,
+    prompt_of,
+    rank_config,
+)
 from tests.engine.reference import Reference
 from tests.tiny import VOCAB_SIZE, make_tiny
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """qwen3 norms its queries and keys; mistral sees a window."""
+    """qwen3 norms its queries and keys; mistral sees a window; qwen3_moe has experts in every other layer."""
     folder = tmp_path_factory.mktemp("tiny")
     return {
         "qwen3": make_tiny("qwen3", folder / "qwen3", num_hidden_layers=2),
+        "qwen3_moe": make_tiny("qwen3_moe", folder / "moe", num_hidden_layers=2, decoder_sparse_step=2),
         "mistral": make_tiny("mistral", folder / "mistral", num_hidden_layers=2, sliding_window=4),
     }
 
 
-def engine_of(checkpoint: Path, kernels: str, device: torch.device) -> Engine:
-    return build_engine(rank_config(checkpoint, device=DeviceConfig(device=device.type, kernels=kernels)))
+def engine_of(checkpoint: Path, kernels: str, device: torch.device, *, kv_dtype: str = "auto") -> Engine:
+    kv = KVConfig(page_size=PAGE, num_pages=NUM_PAGES, dtype=kv_dtype)
+    return build_engine(rank_config(checkpoint, kv=kv, device=DeviceConfig(device=device.type, kernels=kernels)))
 
 
 def answers(engine: Engine, sampling: Sampling) -> list[list[Token]]:
@@ -52,7 +66,7 @@ def answers(engine: Engine, sampling: Sampling) -> list[list[Token]]:
     return [first, second]
 
 
-@pytest.mark.parametrize("family", ["qwen3", "mistral"])
+@pytest.mark.parametrize("family", ["qwen3", "mistral", "qwen3_moe"])
 def test_a_model_through_the_kernels_is_transformers(family: str, tiny: dict[str, Path], device: torch.device) -> None:
     engine = engine_of(tiny[family], "triton", device)
     assert "Triton kernels" in engine.notes.operators
@@ -87,10 +101,39 @@ def test_sampled_answers_are_those_of_pytorch(tiny: dict[str, Path], device: tor
     assert told[0] == told[1]
 
 
+def test_over_float8_pages_the_kernels_answer_as_pytorch(tiny: dict[str, Path], device: torch.device) -> None:
+    told, prompt = [], prompt_of(5, seed=1, vocab_size=VOCAB_SIZE)
+    for kernels in ("triton", "torch"):
+        engine = engine_of(tiny["qwen3"], kernels, device, kv_dtype="fp8_e4m3")
+        told.append(generate(engine, prompt, 3, logprobs=VOCAB_SIZE))
+        engine.close()
+    assert ids_of(told[0]) == ids_of(told[1])
+    for token, expected in zip(*told, strict=True):  # a K on the border between two codes may take the other
+        torch.testing.assert_close(logprobs_of(token), logprobs_of(expected), atol=0.02, rtol=0)
+
+
+def test_idle_steps_compile_what_serving_launches_and_leave_the_pool_as_it_is(
+    tiny: dict[str, Path], device: torch.device
+) -> None:
+    engine = engine_of(tiny["mistral"], "triton", device)
+    runner = engine._runner
+    assert runner is not None
+    with torch.inference_mode():
+        engine.region.fill_(7)
+    num_kv, widths = engine.layout.num_kv_heads, set()
+    for step in idle_steps(1024, PAGE, 5, device):
+        runner.run_idle(step)
+        widths.add(step.table_BL.shape[1] * PAGE)
+    assert (engine.region == 7).all()
+    met = {plan_splits(num_kv, width, 132) for width in widths}
+    assert met == {plan_splits(num_kv, pages * PAGE, 132) for pages in range(1, 1024 // PAGE + 1)} == {1, 2, 4}
+    engine.close()
+
+
 def shapes_of(checkpoint: Path, dtype: torch.dtype, head_dim: int | None = None) -> Shapes:
     spec = read_spec(checkpoint)
     spec = dataclasses.replace(spec, head_dim=head_dim or spec.head_dim)
-    return Shapes(spec, share_of(spec, 1, 0), 64, torch.empty(0, dtype=dtype))
+    return Shapes(spec, share_of(spec, 1, 0), 64, torch.empty(0, dtype=dtype), dtype)
 
 
 def test_what_the_kernels_cannot_take_is_refused_with_the_reason(tiny: dict[str, Path]) -> None:

@@ -15,7 +15,7 @@ import typer
 
 from pd.cli import _with_empty_spec
 from pd.cli_config import launch_config, parse_cores, parse_size, show_cores
-from pd.cli_layout import launches, share_cores
+from pd.cli_layout import launches, share_cores, share_memory
 from pd.cli_options import LaunchOptions, ServeOptions, as_arguments, as_command
 from pd.runtime.config import ConfigError, InstanceConfig, RouterConfig
 from pd.runtime.keys import make_cluster_key, read_cluster_key
@@ -124,6 +124,7 @@ def test_every_option_of_an_instance_reaches_its_configuration() -> None:
             cores=str(core),
             page_size=32,
             kv_memory="1.5GiB",
+            kv_cache_dtype="fp8_e4m3",
             no_prefix_cache=True,
             max_running=7,
             max_prefill_tokens=64,
@@ -142,7 +143,7 @@ def test_every_option_of_an_instance_reaches_its_configuration() -> None:
     assert (config.device.device, config.device.tp, config.device.threads) == ("cpu", 3, 2)
     assert (config.device.kernels, config.device.graphs, config.device.cores) == ("torch", False, (core,))
     assert (config.kv.page_size, config.kv.num_pages, config.kv.kv_memory) == (32, None, 1.5 * 2**30)
-    assert config.kv.prefix_cache is False
+    assert (config.kv.prefix_cache, config.kv.dtype) == (False, "fp8_e4m3")
     assert (config.step.max_running, config.step.max_prefill_tokens) == (7, 64)
     assert (config.link.transfer, config.link.transfer_devices) == ("tcp", ("eth0", "eth1"))
     assert config.link.transfer_params == (("num_threads", "4"), ("engine_config", "TLS=tcp,X=y"))
@@ -334,6 +335,17 @@ def test_serves_faults_are_told_at_once_and_say_which_instance() -> None:
     ]
     lonely = ServeOptions(colocated=[""], prefill=[""])
     assert faults(lonely) == ["beside --colocated, --prefill and --decode come in pairs or not at all"]
+
+
+def test_pools_of_ranks_that_share_a_gpu_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    _, *fitting = launches(ServeOptions(model="m", device="cuda"))
+    assert share_memory(fitting) == fitting
+    options = ServeOptions(model="m", device="cuda", prefill=["tp=2"], decode=["tp=1", "tp=1,num-pages=9"])
+    _, *sharing = launches(options)
+    assert [one.kv_memory for one in share_memory(sharing)] == ["0.450", "0.450", None]
+    _, *on_cpu = launches(ServeOptions(model="m", device="cpu", prefill=["", "", ""]))
+    assert share_memory(on_cpu) == on_cpu
 
 
 @pytest.mark.parametrize("seed", range(50))

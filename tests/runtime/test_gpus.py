@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pd.cli_gpus import gpu_environments
+from pd.cli_gpus import gpu_environments, ranks_a_gpu
 
 
 def machine(root: Path, *, nvidia: int = 0, amd: int = 0) -> Path:
@@ -21,29 +21,38 @@ def machine(root: Path, *, nvidia: int = 0, amd: int = 0) -> Path:
     return root
 
 
-def test_neighbouring_gpus_for_each_instance(tmp_path: Path) -> None:
+def test_neighbouring_gpus_first_for_each_instance_and_the_others_seen(tmp_path: Path) -> None:
     root = machine(tmp_path, nvidia=8)
     assert gpu_environments([2, 1, 4], {}, root=root) == [
-        {"CUDA_VISIBLE_DEVICES": "0,1"},
-        {"CUDA_VISIBLE_DEVICES": "2"},
-        {"CUDA_VISIBLE_DEVICES": "3,4,5,6"},
+        {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"},
+        {"CUDA_VISIBLE_DEVICES": "2,3,4,5,6,7,0,1"},
+        {"CUDA_VISIBLE_DEVICES": "3,4,5,6,7,0,1,2"},
     ]
+    assert ranks_a_gpu([2, 1, 4], {}, root=root) == 1
 
 
 def test_only_those_that_we_may_use(tmp_path: Path) -> None:
     root = machine(tmp_path, nvidia=8)
     said = {"CUDA_VISIBLE_DEVICES": "5, GPU-8932f937,7"}
     assert gpu_environments([1, 2], said, root=root) == [
-        {"CUDA_VISIBLE_DEVICES": "5"},
-        {"CUDA_VISIBLE_DEVICES": "GPU-8932f937,7"},
+        {"CUDA_VISIBLE_DEVICES": "5,GPU-8932f937,7"},
+        {"CUDA_VISIBLE_DEVICES": "GPU-8932f937,7,5"},
     ]
 
 
 def test_amds_have_a_variable_of_their_own(tmp_path: Path) -> None:
     root = machine(tmp_path, amd=2)
-    assert gpu_environments([1, 1], {}, root=root) == [{"HIP_VISIBLE_DEVICES": "0"}, {"HIP_VISIBLE_DEVICES": "1"}]
+    assert gpu_environments([1, 1], {}, root=root) == [{"HIP_VISIBLE_DEVICES": "0,1"}, {"HIP_VISIBLE_DEVICES": "1,0"}]
 
 
-def test_too_few_and_none_leave_all_to_see_all(tmp_path: Path) -> None:
-    assert gpu_environments([1, 2], {}, root=machine(tmp_path / "two", nvidia=2)) == [{}, {}]
-    assert gpu_environments([1], {}, root=machine(tmp_path / "none")) == [{}]
+def test_ranks_that_outnumber_gpus_are_spread_over_them(tmp_path: Path) -> None:
+    root = machine(tmp_path, nvidia=2)
+    said = [environment["CUDA_VISIBLE_DEVICES"] for environment in gpu_environments([1, 1, 1, 2], {}, root=root)]
+    assert said == ["0,1", "1,0", "0,1", "1,0"]
+    assert ranks_a_gpu([1, 1, 1, 2], {}, root=root) == 3
+
+
+def test_without_gpus_nothing_is_said(tmp_path: Path) -> None:
+    root = machine(tmp_path)
+    assert gpu_environments([1, 2], {}, root=root) == [{}, {}]
+    assert ranks_a_gpu([1, 2], {}, root=root) == 1

@@ -79,7 +79,7 @@ class Attention:
         grouped_BKGE = self._padding.group(q_BHE)
         out_BKGE = torch.empty_like(grouped_BKGE)
         table_BL = inputs.table_BL.to(torch.int64)
-        for b, length in enumerate(inputs.lengths_B.tolist()):
+        for b, length in enumerate(inputs.lengths):
             keys_KXE, values_KXE = self._gather(pools, table_BL[b], _first(length, window), length)
             # The group stands where query rows do: one pass over the keys serves it.
             out_BKGE[b] = F.scaled_dot_product_attention(

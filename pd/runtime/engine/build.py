@@ -18,12 +18,13 @@ from torch import Tensor
 
 from pd.runtime.config import ConfigError, InstanceConfig, RankConfig
 from pd.runtime.engine import cpu_build
+from pd.runtime.engine.device import device_of, enter
 from pd.runtime.engine.inputs import Slots
 from pd.runtime.engine.kv_pool import KVPool, count_pages, make_pool
 from pd.runtime.engine.mesh import Mesh, make_mesh
 from pd.runtime.engine.models.llama import Llama
 from pd.runtime.engine.operators import Shapes, choose, takes_kernels
-from pd.runtime.engine.room import Room, measure
+from pd.runtime.engine.room import Room, measure, out_of_memory
 from pd.runtime.engine.runner import Launched, Runner
 from pd.runtime.engine.sampler import Sampler
 from pd.runtime.engine.shards import parts, share_of
@@ -85,10 +86,14 @@ def build(config: RankConfig, transport: Transport, report: Callable[[int, int],
     `report(done_bytes, total_bytes)` is called as weights are read. Raises ConfigError for what a person can mend.
     """
     checked = _check(config)
+    enter(checked.device)
     mesh = make_mesh(config.instance.device.tp, config.rank, like=checked.like, rendezvous=config.rendezvous)
     try:
         with torch.inference_mode():
             return _load(config, checked, mesh, transport=transport, report=report)
+    except torch.OutOfMemoryError as error:
+        mesh.close()
+        raise out_of_memory(error) from error
     except BaseException:
         mesh.close()
         raise
@@ -116,7 +121,7 @@ def _check(config: RankConfig) -> _Checked:
     instance, directory = config.instance, Path(config.checkpoint)
     spec, checkpoint = read_spec(directory), open_checkpoint(directory)
     faults: list[ConfigError] = []
-    device = _attempt(faults, lambda: _device(instance.device.device, config.rank))
+    device = _attempt(faults, lambda: device_of(instance.device.device, config.rank))
     dtype = _attempt(faults, lambda: _dtype(instance.model.dtype, spec, checkpoint, device))
     kv_dtype = _attempt(faults, lambda: _kv_dtype(instance.kv.dtype, dtype or torch.float32))
     _attempt(faults, lambda: _check_sizes(instance, spec))
@@ -142,26 +147,6 @@ def _attempt(faults: list[ConfigError], check: Callable[[], T]) -> T | None:
     except ConfigError as fault:
         faults.append(fault)
         return None
-
-
-def _device(word: str, rank: int) -> torch.device:
-    has_gpu = torch.cuda.is_available()
-    match word:
-        case "cpu":
-            return torch.device("cpu")
-        case "auto" if not has_gpu:
-            return torch.device("cpu")
-        case "auto" | "cuda" if has_gpu:
-            device = torch.device("cuda", rank % torch.cuda.device_count())
-            torch.cuda.set_device(device)
-            return device
-        case "cuda":
-            raise ConfigError(
-                f"device cuda: torch {torch.__version__} sees no GPU",
-                hint="--device cpu, or a torch built for CUDA or ROCm on a machine that has one",
-            )
-        case _:
-            raise ConfigError(f"device {word!r} is unknown", hint="auto, cpu or cuda (also ROCm's)")
 
 
 def _dtype(word: str, spec: ModelSpec, checkpoint: Checkpoint, device: torch.device | None) -> torch.dtype:
@@ -225,6 +210,9 @@ def _load(
     slots = Slots(num_slots=num_slots, max_model_len=max_model_len, page_size=instance.kv.page_size, device=device)
     sampler = Sampler(vocab_size=spec.vocab_size, max_slots=num_slots, device=device, draws=ops.draws)
     runner = Runner(model, pool, mesh, ops=ops, slots=slots, sampler=sampler)
+    runner.warm_up(
+        max_context=max_context, page_size=instance.kv.page_size, max_tokens=instance.step.max_prefill_tokens
+    )
     if instance.device.graphs:
         runner.take_graphs(max_context // instance.kv.page_size)
     operators = f"{ops.note}{_products(device)}"

@@ -6,10 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from pd.runtime.engine import cpu_ops
+from pd.runtime.engine.staging import upload
 
 # B rows of logits, N of them under one treatment, R rows of counts, V vocabulary, K candidates
 
@@ -67,26 +69,24 @@ def penalise(logits_BV: Tensor, counts: tuple[Tensor, Tensor], rows: Penalties) 
 
 
 def floors(logits_NV: Tensor, filters: Filters) -> Tensor:
-    device = logits_NV.device
-    floor_N = _min_p_and_top_k(logits_NV, filters.top_k, torch.tensor(filters.min_p, device=device))
-    if any(top_p < 1.0 for top_p in filters.top_p):
-        floor_N = _nucleus_floor(logits_NV, floor_N, torch.tensor(filters.top_p, device=device))
-    return floor_N
-
-
-def _min_p_and_top_k(logits_NV: Tensor, kept: list[int], min_p_N: Tensor) -> Tensor:
-    """floor_N: min_p keeps what is at least min_p times as likely as the best; top_k what is at least the
-    kth best."""
-    floor_N = logits_NV.amax(dim=-1) + min_p_N.log()
     num_vocab = logits_NV.shape[1]
-    largest = max((k for k in kept if k < num_vocab), default=0)
-    if largest == 0:
-        return floor_N
-    best_NK = logits_NV.topk(largest, dim=-1).values
-    last_N1 = torch.tensor([[min(k, largest) - 1] for k in kept], device=logits_NV.device)
-    limited_N = torch.tensor([k < num_vocab for k in kept], device=logits_NV.device)
-    kth_N = best_NK.gather(1, last_N1).squeeze(1)
-    return torch.where(limited_N, torch.maximum(floor_N, kth_N), floor_N)
+    kept = np.array(filters.top_k, np.int64)
+    largest = int(kept[kept < num_vocab].max(initial=0))
+    last_N1 = np.minimum(kept, max(largest, 1))[:, None] - 1
+    min_p, top_p = np.array(filters.min_p, np.float32), np.array(filters.top_p, np.float32)
+    min_p_N, top_p_N, *kth = upload([min_p, top_p, last_N1, kept < num_vocab], logits_NV.device)
+    # min_p keeps what is at least min_p times as likely as the best; top_k what is at least the kth best.
+    floor_N = logits_NV.amax(dim=-1) + min_p_N.log()
+    if largest:
+        floor_N = _kth_floor(logits_NV, floor_N, largest, places=kth)
+    return _nucleus_floor(logits_NV, floor_N, top_p_N) if (top_p < 1.0).any() else floor_N
+
+
+def _kth_floor(logits_NV: Tensor, floor_N: Tensor, largest: int, *, places: list[Tensor]) -> Tensor:
+    """`places`: of each row's last survivor among the `largest` best, and whether it has one."""
+    last_N1, is_limited_N = places
+    kth_N = logits_NV.topk(largest, dim=-1).values.gather(1, last_N1).squeeze(1)
+    return torch.where(is_limited_N, torch.maximum(floor_N, kth_N), floor_N)
 
 
 def _nucleus_floor(logits_NV: Tensor, floor_N: Tensor, top_p_N: Tensor) -> Tensor:

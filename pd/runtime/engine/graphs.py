@@ -27,6 +27,8 @@ log = logging.getLogger("pd.graphs")
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Padding costs at most a half of the rows from 8 on, where a step still waits for weights, not for rows."""
 
+PROGRESS_S = 2.0
+
 Forward = Callable[[StepInputs], Tensor]
 
 
@@ -45,15 +47,27 @@ class DecodeGraphs:
     """The graphs of one rank, and the buffers they read."""
 
     def __init__(
-        self, forward: Forward, capture: Capture, *, max_batch: int, max_pages: int, device: torch.device
+        self,
+        forward: Forward,
+        capture: Capture,
+        *,
+        max_batch: int,
+        max_pages: int,
+        device: torch.device,
+        report: Callable[[int, int], None] = lambda done, whole: None,
     ) -> None:
-        """Captures at once. All ranks of a mesh must do so together: their sums are part of the graphs."""
+        """Captures at once. All ranks of a mesh must do so together: their sums are part of the graphs.
+
+        `report(done, whole)` is called after each graph.
+        """
         largest = next((bucket for bucket in BUCKETS if bucket >= max_batch), BUCKETS[-1])
-        self._inputs = _padding(largest, max_pages, device)
+        buckets = [bucket for bucket in BUCKETS if bucket <= largest]
+        self._inputs = padding(largest, max_pages, device)
         self._captured: dict[int, Captured] = {}
-        for bucket in reversed([bucket for bucket in BUCKETS if bucket <= largest]):
+        for bucket in reversed(buckets):
             inputs = _first_rows(self._inputs, bucket)
             self._captured[bucket] = capture(lambda inputs=inputs: forward(inputs))  # type: ignore[misc]
+            report(len(self._captured), len(buckets))
 
     @property
     def buckets(self) -> Sequence[int]:
@@ -78,8 +92,8 @@ class DecodeGraphs:
         return captured.hidden_BI[:num_rows]
 
 
-def _padding(num_rows: int, max_pages: int, device: torch.device) -> StepInputs:
-    """Buffers of a step that does nothing."""
+def padding(num_rows: int, max_pages: int, device: torch.device) -> StepInputs:
+    """A step that does nothing: `num_rows` requests of one token, of context 0, on page -1."""
 
     def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -92,6 +106,7 @@ def _padding(num_rows: int, max_pages: int, device: torch.device) -> StepInputs:
         num_single=num_rows,
         table_BL=zeros(num_rows, max_pages, dtype=torch.int32),
         lengths_B=zeros(num_rows, dtype=torch.int32),
+        lengths=(),  # a graph has none of its own
         extends=(),
         ragged=None,
         sampled=Sampled([], [], zeros(0), (zeros(0), zeros(0))),
@@ -108,6 +123,7 @@ def _first_rows(inputs: StepInputs, num_rows: int) -> StepInputs:
         num_single=num_rows,
         table_BL=inputs.table_BL[:num_rows],
         lengths_B=inputs.lengths_B[:num_rows],
+        lengths=(),
         extends=(),
         ragged=None,
         sampled=inputs.sampled,
@@ -137,7 +153,17 @@ class DeviceCapture:
 def capture_on_device(forward: Forward, *, max_batch: int, max_pages: int, device: torch.device) -> DecodeGraphs:
     """All graphs of a GPU, with a line that says how many, how long it took and how much memory."""
     before, start = torch.cuda.mem_get_info(device)[0], time.perf_counter()
-    graphs = DecodeGraphs(forward, DeviceCapture(), max_batch=max_batch, max_pages=max_pages, device=device)
+    said = start
+
+    def report(done: int, whole: int) -> None:
+        nonlocal said
+        if time.perf_counter() - said > PROGRESS_S:
+            said = time.perf_counter()
+            log.info("capturing decode graphs: %d of %d", done, whole)
+
+    graphs = DecodeGraphs(
+        forward, DeviceCapture(), max_batch=max_batch, max_pages=max_pages, device=device, report=report
+    )
     torch.cuda.synchronize(device)
     taken, seconds = before - torch.cuda.mem_get_info(device)[0], time.perf_counter() - start
     log.info("captured decode graphs of batch %s in %.1f s: %.0f MiB", graphs.buckets, seconds, taken / 2**20)

@@ -65,6 +65,7 @@ class StepInputs:
     num_single: int  # B: the first B rows are chunks of one token
     table_BL: Tensor  # int32
     lengths_B: Tensor  # int32: context, the row's own token included
+    lengths: Sequence[int]  # the same on the host, for whoever walks requests: asking the device would wait for it
     extends: tuple[Extend, ...]
     ragged: Ragged | None  # the same chunks; None where there are none
     sampled: Sampled
@@ -137,6 +138,7 @@ class Slots:
             num_single=single,
             table_BL=at["table_BL"],
             lengths_B=at["lengths_B"],
+            lengths=stop[:single].tolist(),
             extends=extends,
             ragged=Ragged(at["first_row_B1"], at["ragged_lengths_B"], at["ragged_table_BL"]) if extends else None,
             sampled=Sampled(

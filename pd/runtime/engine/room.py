@@ -40,6 +40,16 @@ class Room:
         )
 
 
+def out_of_memory(error: torch.OutOfMemoryError) -> ConfigError:
+    """A GPU's allocator has said so: while weights, pool and graphs are made, or in a step."""
+    said = str(error).split(" If reserved")[0].split(" Process ")[0]
+    return ConfigError(
+        said,
+        hint="lower --kv-memory (what it leaves is for activations and graphs; 0.9 of what weights leave unless told), "
+        "--max-prefill-tokens or --max-running, or end what else runs on this GPU",
+    )
+
+
 def measure(device: torch.device, *, weights: int, tp: int) -> Room:
     """Before the weights are loaded."""
     if device.type == "cuda":

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+import time
+
 import torch
 from torch import Tensor
 
-from pd.runtime.engine.graphs import DecodeGraphs, capture_on_device
+from pd.runtime.engine.graphs import PROGRESS_S, DecodeGraphs, capture_on_device
 from pd.runtime.engine.inputs import Sampled, Slots, StepInputs
 from pd.runtime.engine.kv_pool import KVPool
 from pd.runtime.engine.mesh import Mesh
@@ -13,8 +16,11 @@ from pd.runtime.engine.models.llama import Llama
 from pd.runtime.engine.operators import Operators
 from pd.runtime.engine.sampler import Readout, Sampler
 from pd.runtime.engine.staging import Download
+from pd.runtime.engine.warm_up import idle_steps
 from pd.runtime.wire.plans import StepPlan
 from pd.runtime.wire.values import Token
+
+log = logging.getLogger("pd.runner")
 
 # T tokens of the step, N sampled chunks, I hidden, V vocabulary
 
@@ -60,6 +66,28 @@ class Runner:
                 self._graphs = capture_on_device(
                     self._forward, max_batch=self._slots.num_slots, max_pages=max_pages, device=device
                 )
+
+    def warm_up(self, *, max_context: int, page_size: int, max_tokens: int) -> None:
+        """On a GPU whose operators honour padding, before the first plan, all ranks together: see `warm_up`."""
+        device = self._pool.layers[0][0].device
+        if device.type != "cuda" or not self._ops.pads:
+            return
+        start = said = time.perf_counter()
+        steps = idle_steps(max_context, page_size, max_tokens, device)
+        for i, step in enumerate(steps, 1):
+            self.run_idle(step)
+            if time.perf_counter() - said > PROGRESS_S:
+                said = time.perf_counter()
+                log.info("compiling kernels: %d of %d kinds of steps; the next start finds them cached", i, len(steps))
+        torch.cuda.synchronize(device)
+        log.info("kernels are ready after %.1f s", time.perf_counter() - start)
+
+    @torch.inference_mode()
+    def run_idle(self, step: StepInputs) -> None:
+        """Compute and sample a step of padding; nothing is written, nothing is kept."""
+        logits_NV = self._model.logits(self._forward(step)[:1])
+        if logits_NV is not None:
+            self._sampler.warm_up(logits_NV)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Launched:

@@ -103,6 +103,18 @@ class Sampler:
         self._count(ids_B, rows)
         return ids_B, self._report(logits_BV, ids_B, rows)
 
+    def warm_up(self, logits_BV: Tensor) -> None:
+        """Run every operation once on these rows; keeps nothing of it."""
+        num_rows, edited_BV = len(logits_BV), logits_BV.to(torch.float32, copy=True)
+        index_B, ones_3B = self._index([0] * num_rows), self._floats([[1.0] * num_rows] * 3)
+        row = self._history.take((), 0)
+        self._draws.penalise(edited_BV, self._history.counts(), Penalties(index_B, index_B, ones_3B))
+        self._history.give_back(row)
+        for logits in (logits_BV, edited_BV):
+            self._draws.argmax(logits)
+        floor_B = self._draws.floors(edited_BV, Filters([0.1] * num_rows, [2] * num_rows, [0.9] * num_rows))
+        self._draws.race(edited_BV, floor_B, index_B, index_B)
+
     def _choose(self, logits_BV: Tensor, rows: list[_Slot], positions: Sequence[int]) -> Tensor:
         drawn = [i for i, row in enumerate(rows) if not row.is_greedy]
         if not drawn and all(row.is_plain for row in rows):

@@ -20,8 +20,9 @@ ALIGNMENT = 16  # bytes: kernels load four words at once
 
 def upload(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
     """The arrays on the device, views of one buffer there."""
-    if device.type == "cpu":
-        return [torch.from_numpy(array) for array in arrays]
+    if device.type != "cuda":
+        given = [torch.from_numpy(array) for array in arrays]
+        return given if device.type == "cpu" else [x.to(device) for x in given]
     offsets, nbytes = places(arrays)
     pinned = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     fill(pinned, arrays, offsets)

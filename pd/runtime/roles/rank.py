@@ -20,12 +20,15 @@ from collections import deque
 from typing import NamedTuple
 
 import msgspec
+import torch
 import zmq
 
 from pd.runtime.config import ConfigError, RankConfig
 from pd.runtime.core.events import Peer
 from pd.runtime.engine.build import Engine, build
+from pd.runtime.engine.device import device_of, enter
 from pd.runtime.engine.kv_pool import staging_base
+from pd.runtime.engine.room import out_of_memory
 from pd.runtime.engine.runner import Launched
 from pd.runtime.keys import derived, read_cluster_key
 from pd.runtime.roles.checking import Checker
@@ -64,6 +67,9 @@ _POLL_MS = 1000
 
 MAX_QUEUED = 1
 """Steps on the device behind the one that runs: a leader sends no more than two plans ahead."""
+_LOOK_S = 2e-4
+"""Between two looks whether a step on a GPU is done, while the next one's plan is not there yet. Each costs some
+microseconds, and a step milliseconds."""
 
 
 class Running(NamedTuple):
@@ -100,18 +106,22 @@ class Outbox:
 class RankIO:
     """The io thread: owns the leader's link and, once the group is known, the Mover."""
 
-    def __init__(self, link: Spoke, transport: Transport, *, outbox: Outbox, rank: int, move: Move) -> None:
+    def __init__(
+        self, link: Spoke, transport: Transport, *, outbox: Outbox, rank: int, move: Move, device: torch.device
+    ) -> None:
         self.plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()  # None: quit
         self._link = link
         self._transport = transport
         self._outbox = outbox
         self._rank = rank
         self._move = move
+        self._device = device
         self._engine: Engine | None = None
         self._mover: Mover | None = None
         self._running = True
 
     def run(self) -> None:
+        enter(self._device)
         poller = zmq.Poller()
         for source in (self._link.socket, self._outbox.wake_fd, self._transport.wake_fd):
             poller.register(source, zmq.POLLIN)
@@ -182,14 +192,23 @@ def make_mover(rank: int, engine: Engine, shards: tuple[Shard, ...], transport: 
 def compute(engine: Engine, plans: queue.SimpleQueue[StepPlan | None], outbox: Outbox) -> None:
     """Run plans in order until None. A step's writes start when its KV is in the pool.
 
-    On a GPU step n + 1 is queued while n runs, if its plan is there, so that the device never waits for the host.
+    On a GPU step n + 1 is queued as soon as its plan comes, while n runs, so that the device never waits for the host:
+
+        plan n, launch n ────── plan n + 1, launch n + 1 ────── n is done, StepDone n ────── plan n + 2 …
     """
     running: deque[Running] = deque()
     end = 0.0
-    while (plan := plans.get()) is not None:
-        start = time.perf_counter()
-        running.append(Running(plan, engine.launch(plan), start))
-        while running and (running[0].launched.is_done() or len(running) > MAX_QUEUED or plans.empty()):
+    while True:
+        try:
+            plan = plans.get(timeout=_LOOK_S if running else None)
+        except queue.Empty:
+            pass  # then only what runs is looked at
+        else:
+            if plan is None:
+                return
+            start = time.perf_counter()
+            running.append(Running(plan, engine.launch(plan), start))
+        while running and (len(running) > MAX_QUEUED or running[0].launched.is_done()):
             step = running.popleft()
             tokens = step.launched.finish()
             begin, end = max(step.start, end), time.perf_counter()
@@ -199,18 +218,10 @@ def compute(engine: Engine, plans: queue.SimpleQueue[StepPlan | None], outbox: O
 def serve(config: RankConfig, link: Spoke, outbox: Outbox) -> None:
     """Build the engine, announce it, and run until told to quit. Raises ConfigError and TransferError before that."""
     instance = config.instance
-    key = read_cluster_key(instance.link.cluster_key)
-    transport = make_transport(
-        instance.link.transfer,
-        me=rank_name(instance.name, config.epoch, config.rank),
-        host=reachable_host(instance.link.host, instance.link.router),
-        devices=instance.link.transfer_devices,
-        params=dict(instance.link.transfer_params),
-        key=None if key is None else derived(key, "pd-transfer"),
-    )
-    if key is not None and transport.name in ("nixl", "mooncake"):
-        log.warning("%s cannot prove the cluster's key: KV moves unlocked, on a network that you trust", transport.name)
-    io = RankIO(link, transport, outbox=outbox, rank=config.rank, move=instance.link.move)
+    device = device_of(instance.device.device, config.rank)
+    enter(device)  # before the transport: libraries look for the GPU that is current when they start
+    transport = _transport(config)
+    io = RankIO(link, transport, outbox=outbox, rank=config.rank, move=instance.link.move, device=device)
     thread = threading.Thread(target=io.run, name="io", daemon=True)
     thread.start()
     try:
@@ -235,6 +246,23 @@ def serve(config: RankConfig, link: Spoke, outbox: Outbox) -> None:
         transport.close()
 
 
+def _transport(config: RankConfig) -> Transport:
+    """Raises TransferError."""
+    instance = config.instance
+    key = read_cluster_key(instance.link.cluster_key)
+    transport = make_transport(
+        instance.link.transfer,
+        me=rank_name(instance.name, config.epoch, config.rank),
+        host=reachable_host(instance.link.host, instance.link.router),
+        devices=instance.link.transfer_devices,
+        params=dict(instance.link.transfer_params),
+        key=None if key is None else derived(key, "pd-transfer"),
+    )
+    if key is not None and transport.name in ("nixl", "mooncake"):
+        log.warning("%s cannot prove the cluster's key: KV moves unlocked, on a network that you trust", transport.name)
+    return transport
+
+
 def main() -> int:
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=RankConfig)
     die_with(config.parent)
@@ -248,8 +276,14 @@ def main() -> int:
             link.send(RankFailed(config.rank, str(error), error.hint, True))
             return 2
         except TransferError as error:
-            link.send(RankFailed(config.rank, str(error), "pd doctor --only transfer,machine,rdma", True))
+            hint = error.hint or "pd doctor --only transfer,machine,rdma"
+            link.send(RankFailed(config.rank, str(error), hint, True))
             return 2
+        except torch.OutOfMemoryError as error:  # in a step
+            fault = out_of_memory(error)
+            log.error("%s\nhint: %s", fault, fault.hint)
+            link.send(RankFailed(config.rank, f"{fault}; {fault.hint}", "", False))
+            return 1
         except Exception as error:  # the outermost loop: the leader must hear a crash's last line
             log.exception("rank %d crashed", config.rank)
             link.send(RankFailed(config.rank, f"{type(error).__name__}: {error}", "", False))
