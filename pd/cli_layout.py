@@ -188,7 +188,7 @@ def _child(process: LaunchOptions, environment: Mapping[str, str]) -> Child:
     return Child(
         name=process.name or process.role,
         says=(process.role, "" if is_router else str(process.tp), process.cores or ""),
-        command=(sys.executable, "-m", "pd", "launch", *as_arguments(process)),
+        command=(sys.executable, "-P", "-m", "pd", "launch", *as_arguments(process)),
         environment=tuple(environment.items()),
     )
 

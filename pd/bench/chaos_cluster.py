@@ -164,7 +164,7 @@ class Cluster:
                 member.wire.close()
 
     def _add(self, name: str, role: str, router: str, *options: str, wire: Wire | None = None) -> None:
-        command = [sys.executable, "-m", "pd", "launch", f"--role={role}", f"--model={self.model}"]
+        command = [sys.executable, "-P", "-m", "pd", "launch", f"--role={role}", f"--model={self.model}"]
         self.members.append(Member(name, role, [*command, f"--router={router}", *options], wire))
 
     async def _keep(self, member: Member) -> None:

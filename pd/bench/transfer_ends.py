@@ -68,7 +68,7 @@ class Meeting:
         self._nbytes = sum(_nbytes(layout, shard) for shard in dst)
         self.ranks: list[Transport] = []
         self._child = subprocess.Popen(
-            [sys.executable, "-m", "pd.bench.transfer_ends"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            [sys.executable, "-P", "-m", "pd.bench.transfer_ends"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
         try:
             pools = [_nbytes(layout, shard) for shard in dst]

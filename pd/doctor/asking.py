@@ -69,7 +69,7 @@ def _start(theirs: socket.socket) -> subprocess.Popen[bytes]:
     silent = subprocess.DEVNULL
     with theirs:
         return subprocess.Popen(
-            [sys.executable, "-m", "pd.doctor.ask", str(theirs.fileno())],
+            [sys.executable, "-P", "-m", "pd.doctor.ask", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             stdin=silent,
             stdout=silent,

@@ -115,8 +115,8 @@ class RouterMetrics:
     def failed(self, end: End) -> None:
         self._end(end.request_id, f"error_{end.status}")
 
-    def abandoned(self, request_id: str) -> None:
-        self._end(request_id, "abandoned")
+    def abandoned(self, request_id: str, ending: str) -> None:
+        self._end(request_id, ending)
 
     def reserved(self, ticket: Ticket) -> None:
         self._held.inc(ticket.held_tokens)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -56,6 +58,25 @@ def test_idle_instances_come_back_to_a_restarted_router(cases: dict[str, Case], 
         assert decode.wait() == 0
         wait_for(cluster, num_instances=1)
         assert "decode left told to stop" in cluster.tail("router")
+
+
+def test_a_stream_that_outlives_the_server_is_told_so(cases: dict[str, Case], tmp_path: Path) -> None:
+    case = cases["llama"]
+    with running(Cluster(case.model, tmp_path, COMMON)) as cluster:
+        router = cluster.launch("router", "router")
+        cluster.launch("colocated", "together")
+        cluster.wait_ready()
+        body = {"prompt": [5], "max_tokens": 450, "min_tokens": 450, "logit_bias": {"7": 5}, "stream": True, "n": 40}
+        request = urllib.request.Request(
+            f"{cluster.url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            assert answer.readline().startswith(b"data: {")
+            router.send_signal(signal.SIGTERM)
+            said = answer.read()
+        assert router.wait(10) == 0
+        assert said.endswith(b"\n\n") and b"the server is stopping" in said.split(b"\n\n")[-2]
+        assert "Traceback" not in cluster.tail("router")
 
 
 def wait_for(cluster: Cluster, *, num_instances: int, running_on: str | None = None) -> None:

@@ -113,6 +113,7 @@ class FakeDoor:
         self.streams: dict[str, FakeStream] = {}
         self.submits: list[Submit] = []
         self.abandons: dict[str, str] = {}
+        self.endings: dict[str, str] = {}
         self.arrivals: asyncio.Queue[Submit] = asyncio.Queue()
         self.departures: asyncio.Queue[str] = asyncio.Queue()
         self.absent: tuple[Role, ...] = ()
@@ -126,8 +127,9 @@ class FakeDoor:
             stream.put(*self.script(request))
         return stream
 
-    def abandon(self, request_id: str, reason: str) -> None:
+    def abandon(self, request_id: str, reason: str, *, ending: str = "abandoned") -> None:
         self.abandons[request_id] = reason
+        self.endings[request_id] = ending
         self.departures.put_nowait(request_id)
 
     def missing(self) -> tuple[Role, ...]:

@@ -178,6 +178,7 @@ async def test_stop_string_over_borders_frees_the_request_and_leaks_nothing(tmp_
         answer = await reply.text()
         assert await door.left() == submit.request_id
     assert door.abandons == {submit.request_id: "a stop string was found"}
+    assert door.endings == {submit.request_id: "stop"}, "nobody left"
     assert "S" not in answer.replace("DONE", "")
     events = [json.loads(line[6:]) for line in answer.splitlines() if line.startswith("data: {")] or [
         json.loads(answer)
@@ -284,6 +285,7 @@ async def test_client_that_leaves_is_abandoned_at_once(tmp_path: Path, stream: b
             asked.cancel()
         assert {await door.left(), await door.left()} == names
         assert set(door.abandons.values()) == {"the client left"}
+        assert set(door.endings.values()) == {"abandoned"}
         async with client.get("/metrics") as metrics:
             lines = (await metrics.text()).splitlines()
         status = "200" if stream and num_tokens else "499"

@@ -60,7 +60,7 @@ Ready = Callable[[str], Awaitable[str | None]]
 def ours(name: str, layout: Sequence[str], *, cores: Sequence[int], further: Sequence[str]) -> Shape:
     """`pd serve` with a layout."""
     listed = ",".join(map(str, cores))
-    command = (sys.executable, "-m", "pd", "serve", "{model}", "--port={port}", f"--cores={listed}")
+    command = (sys.executable, "-P", "-m", "pd", "serve", "{model}", "--port={port}", f"--cores={listed}")
     return Shape(name, (*command, *layout, *further), tuple(cores))
 
 

@@ -26,7 +26,7 @@ _EXAMPLE = "python -m sglang_router.launch_router --port {port} --worker-urls {b
 
 def null_http(step_s: float) -> AbstractAsyncContextManager[Running]:
     """An HTTP server of OpenAI's kind that computes nothing."""
-    words = (sys.executable, "-m", "pd.bench.routing.null", "http", "{port}", str(step_s))
+    words = (sys.executable, "-P", "-m", "pd.bench.routing.null", "http", "{port}", str(step_s))
     return running(Shape("null", words, _cores()), "")
 
 
@@ -34,9 +34,9 @@ def null_http(step_s: float) -> AbstractAsyncContextManager[Running]:
 async def our_router(model: str, step_s: float) -> AsyncIterator[Running]:
     """The router, and an instance that waits for it: /ready is 200 when they have met."""
     meeting, parent = f"tcp://127.0.0.1:{free_port()}", os.getpid()
-    words = (sys.executable, "-m", "pd", "launch", "--role=router", "--model={model}", "--served-name=null")
+    words = (sys.executable, "-P", "-m", "pd", "launch", "--role=router", "--model={model}", "--served-name=null")
     shape = Shape("router", (*words, "--port={port}", f"--router={meeting}"), _cores())
-    command = [sys.executable, "-m", "pd.bench.routing.null", "instance", meeting, "null", str(step_s)]
+    command = [sys.executable, "-P", "-m", "pd.bench.routing.null", "instance", meeting, "null", str(step_s)]
     instance = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=lambda: die_with(parent))
     try:
         async with running(shape, model) as server:

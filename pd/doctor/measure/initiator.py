@@ -56,7 +56,7 @@ def expect(frames: Frames[FromTarget], kind: type[M]) -> M:
 def start_target(backend: str, *, host: str, nbytes: int) -> tuple[subprocess.Popen[bytes], socket.socket]:
     """A target process on this host, and the socket that leads to it. The caller ends both."""
     mine, theirs = socket.socketpair()
-    command = [sys.executable, "-m", "pd.doctor.measure.target", backend, host, str(nbytes), str(theirs.fileno())]
+    command = [sys.executable, "-P", "-m", "pd.doctor.measure.target", backend, host, str(nbytes), str(theirs.fileno())]
     silent = subprocess.DEVNULL  # what goes wrong it tells by the socket, or by its exit status
     process = subprocess.Popen(
         command, pass_fds=[theirs.fileno()], stdin=silent, stdout=silent, stderr=silent, env={**QUIET, **os.environ}

@@ -59,7 +59,7 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class Abandon:
-    """Router only: the client left, or has all it wanted (a stop string)."""
+    """Router only: the client left, or has all it wanted (a stop string), or the server stops. `reason` says which."""
 
     request_id: str
     reason: str

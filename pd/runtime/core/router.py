@@ -72,7 +72,7 @@ class RouterBrain:
             case Abandon(request_id, reason):
                 answer = self._dispatch.answers.get(request_id)
                 if answer is not None:
-                    self._dispatch.end(answer, f"abandoned: {reason}", now)
+                    self._dispatch.end(answer, reason, now)
             case HungUp(peer) if peer is not None:
                 self._apply(hang_up(self._members, peer), now)
             case HungUp():

@@ -43,7 +43,7 @@ class Completions:
     async def _generate_for(self, exchange: Exchange, wanted: Wanted, card: ModelCard) -> None:
         kind = "chatcmpl" if isinstance(wanted.prompt, Conversation) else "cmpl"
         request_id = f"{kind}-{secrets.token_hex(12)}"
-        prompts = await self._tokenizing.prompts(wanted)
+        prompts = await self._tokenizing.prompts(wanted, limit=card.max_model_len)
         submits = plan_submits(
             wanted,
             prompts,

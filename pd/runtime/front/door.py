@@ -20,8 +20,8 @@ class Door(Protocol):
 
     def submit(self, request: Submit) -> Stream: ...
 
-    def abandon(self, request_id: str, reason: str) -> None:
-        """The client left, or has all it wanted. Harmless for a request that has ended."""
+    def abandon(self, request_id: str, reason: str, *, ending: str = "abandoned") -> None:
+        """The client left; or has all it wanted, which is another `ending`. Harmless for a request that has ended."""
 
     def missing(self) -> tuple[Role, ...]:
         """Roles without a living instance that keep this cluster from serving; empty when it can serve."""

@@ -50,7 +50,7 @@ class Choice:
         delta = self.answer.take(event)
         if delta.finish is not None:
             if event.finish is None:
-                self.abandon("a stop string was found")
+                self.abandon("a stop string was found", ending=delta.finish)
             self.is_open = False
         return delta
 
@@ -68,10 +68,10 @@ class Choice:
                 kept = None if delta.token_ids is None else tuple(ids)
                 return Delta("".join(texts), tuple(probs), delta.finish, kept)
 
-    def abandon(self, reason: str) -> None:
+    def abandon(self, reason: str, *, ending: str = "abandoned") -> None:
         if self.is_open:
             self.is_open = False
-            self.door.abandon(self.submit.request_id, reason)
+            self.door.abandon(self.submit.request_id, reason, ending=ending)
 
 
 class Run:

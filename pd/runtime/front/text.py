@@ -39,6 +39,7 @@ class Text:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self.eos_token_ids = eos_token_ids
+        self.longest_token = max(map(len, tokenizer.get_vocab(with_added_tokens=True)))  # in characters, at the most
         self._tokenizer = tokenizer
         self._template = template
         added = tokenizer.get_added_tokens_decoder()

@@ -26,9 +26,12 @@ class Tokenizing:
         self._max_waiting = max_waiting
         self._num_waiting = 0
 
-    async def prompts(self, wanted: Wanted) -> list[tuple[int, ...]]:
-        """Token ids of each prompt. Raises RequestError: what a chat template says, or 429 if too many wait."""
-        if _num_chars(wanted) <= _SHORT:
+    async def prompts(self, wanted: Wanted, *, limit: int | None = None) -> list[tuple[int, ...]]:
+        """Token ids of each prompt. Raises RequestError: what a chat template says, 429 if too many wait, or of a
+        prompt that must have more than `limit` tokens, which is not tokenized to learn how many."""
+        if limit is not None:
+            self._check_lengths(wanted, limit)
+        if sum(_chars(wanted)) <= _SHORT:
             return self._tokens(wanted)
         if self._num_waiting >= self._max_waiting:
             raise RequestError(
@@ -43,6 +46,17 @@ class Tokenizing:
                 return await asyncio.to_thread(self._tokens, wanted)
         finally:
             self._num_waiting -= 1
+
+    def _check_lengths(self, wanted: Wanted, limit: int) -> None:
+        longest = self._text.longest_token
+        for num_chars in _chars(wanted):
+            if num_chars > limit * longest:
+                raise RequestError(
+                    f"this model takes at most {limit} tokens, prompt and answer together; the prompt has {num_chars} "
+                    f"characters, and none of its tokens has more than {longest}",
+                    code="context_length_exceeded",
+                    param=wanted.prompt_field,
+                )
 
     def _tokens(self, wanted: Wanted) -> list[tuple[int, ...]]:
         """A rendered chat spells its special tokens out already, so none is added."""
@@ -63,11 +77,12 @@ class Tokenizing:
         return [tuple(ids) for ids in self._text.encode(texts, add_special_tokens=add_special_tokens)]
 
 
-def _num_chars(wanted: Wanted) -> int:
+def _chars(wanted: Wanted) -> list[int]:
+    """Of each prompt that is text."""
     prompt = wanted.prompt
     if isinstance(prompt, Conversation):
-        return sum(len(str(message["content"])) for message in prompt.messages)
-    return sum(len(each) for each in prompt if isinstance(each, str))
+        return [sum(len(str(message["content"])) for message in prompt.messages)]
+    return [len(each) for each in prompt if isinstance(each, str)]
 
 
 class TokenizeBody(msgspec.Struct):

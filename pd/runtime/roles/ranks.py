@@ -130,7 +130,7 @@ class Ranks:
             parent=os.getpid(),
         )
         process = subprocess.Popen(
-            [sys.executable, "-m", "pd.runtime.roles.rank"],
+            [sys.executable, "-P", "-m", "pd.runtime.roles.rank"],
             stdin=subprocess.PIPE,
             preexec_fn=_leave_interrupts_to_us,
             env=_ENVIRONMENT | os.environ | {"OMP_NUM_THREADS": str(threads)},

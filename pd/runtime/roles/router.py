@@ -53,6 +53,8 @@ log = logging.getLogger("pd.router")
 
 _TICK_S = 0.05
 _DRAIN_S = 3.0
+_FAREWELL_S = 0.5
+"""In which clients read that their answer ends here."""
 _KEEP_ALIVE_S = 3600
 """Idle connections are cheap; a client that finds its own closed sees a failed request."""
 _MAX_LIVES = 4096
@@ -125,10 +127,10 @@ class Router:
         self._give(request)
         return stream
 
-    def abandon(self, request_id: str, reason: str) -> None:
+    def abandon(self, request_id: str, reason: str, *, ending: str = "abandoned") -> None:
         if self._streams.pop(request_id, None) is not None:
-            self._metrics.abandoned(request_id)
-            self._give(Abandon(request_id, reason))
+            self._metrics.abandoned(request_id, ending)
+            self._give(Abandon(request_id, f"{ending}: {reason}"))
 
     def missing(self) -> tuple[Role, ...]:
         return self._brain.missing()
@@ -163,6 +165,12 @@ class Router:
 
     def drain(self, reason: str) -> None:
         self._give(Drain(reason))
+
+    def end_all(self, reason: str) -> None:
+        """Each open answer gets its ending: an error that says `reason`."""
+        for request_id, stream in list(self._streams.items()):
+            stream.put(End(request_id, 503, reason))
+            self.abandon(request_id, reason, ending="error_503")
 
     def _read(self) -> None:
         for _ in range(_MAX_MESSAGES_A_TURN):
@@ -295,7 +303,10 @@ async def _serve(config: RouterConfig, hub: Hub, listener: socket.socket, *, tex
         log.warning("whoever reaches %s:%d is served; --api-key-file FILE asks clients for a key", host, port)
     log.info("ready: http://%s:%d; instances meet at %s", host, port, config.link.router)
     await _until_told(router, tasks, stop)
-    server.should_exit = server.force_exit = True
+    router.end_all("the server is stopping")
+    server.should_exit = True
+    await asyncio.wait(tasks[1:], timeout=_FAREWELL_S)
+    server.force_exit = True
     tasks[0].cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     return 0
