@@ -37,7 +37,7 @@ _WORDS = {
     "reserve": ("early", "late"),
     "direction": ("push", "pull"),
 }
-_SHARED_COUNTS = ("page_size", "max_running", "max_prefill_tokens", "max_model_len", "max_attempts")
+_SHARED_COUNTS = ("page_size", "max_running", "max_prefill_tokens", "max_model_len", "max_attempts", "stream_layers")
 _OWN_COUNTS = ("tp", "num_pages", "threads")
 _OF_INSTANCES = (
     *(
@@ -56,6 +56,7 @@ _OF_INSTANCES = (
         "no_prefix_cache",
     ),
     *("max_running", "max_prefill_tokens", "max_model_len", "transfer", "transfer_devices", "transfer_param", "move"),
+    "stream_layers",
 )
 """Options that say nothing to a router."""
 _OF_ROUTERS = ("api_key_file", "deadline", "direction", "max_attempts", "reserve", "verify_kv")
@@ -151,6 +152,9 @@ def shared_faults(options: SharedOptions) -> Iterator[str]:
     for param in options.transfer_param or ():
         if not all(_pair(param)):
             yield f"--transfer-param is {param!r}, must be KEY=VALUE"
+    if options.stream_layers is not None and options.direction == "pull":
+        given = f"--stream-layers {options.stream_layers}"
+        yield f"{given} is for KV that prefill writes, and with --direction pull decode reads it"
     if not 0 < options.deadline < math.inf:
         yield f"--deadline is {options.deadline:g}, must be a number of seconds above 0"
     if not options.host:
@@ -246,6 +250,7 @@ def _link(options: LaunchOptions) -> LinkConfig:
         port=options.port,
         router=options.router,
         transfer=options.transfer,
+        stream_layers=options.stream_layers,
         transfer_devices=tuple(filter(None, (options.transfer_devices or "").split(","))),
         transfer_params=tuple(_pair(param) for param in options.transfer_param or ()),
         move=cast(Literal["auto", "direct", "packed"], options.move),

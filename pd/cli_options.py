@@ -114,6 +114,14 @@ class SharedOptions:
             rich_help_panel=_NETWORK,
         ),
     ] = "auto"
+    stream_layers: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="KV of so many layers starts while later ones compute. [default: of all, after the step]",
+            rich_help_panel=_NETWORK,
+        ),
+    ] = None
     reserve: Annotated[
         str,
         typer.Option(

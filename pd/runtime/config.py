@@ -88,6 +88,9 @@ class LinkConfig:
     move: Literal["auto", "direct", "packed"] = "auto"
     """direct: KV is moved as it lies. packed: through staging, in the peer's arrangement. auto: packed where the dtype
     differs or direct pieces would be small."""
+    stream_layers: int | None = None
+    """Of a prefill instance that writes: layers whose KV starts on its way together, while those after them compute.
+    None: all, when the step is done."""
     transfer_devices: tuple[str, ...] = ()
     """Network interfaces or NICs. A backend that cannot honour them refuses."""
     transfer_params: tuple[tuple[str, str], ...] = ()

@@ -89,6 +89,7 @@ def scenario(seed: int, profile: Profile | None = None, size: Size | None = None
         reserve=reserve,
         direction=direction,
         verifies=verifies,
+        streams=seed // 11 % 3 == 0,
         clock_offsets={name: rng.choice((0.0, rng.uniform(0.0, 3600.0))) for name in ["router", *names]},
         clock_rates={name: rng.choice((1.0, rng.uniform(0.97, 1.03))) for name in ["router", *names]},
     )

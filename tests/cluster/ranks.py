@@ -31,9 +31,25 @@ from tests.cluster.clock import Clock
 from tests.cluster.model import kv_value, sample, token_at
 from tests.cluster.scenario import Instance
 from tests.cluster.trace import Violation
-from tests.cluster.writes import Claim, DataPlane, Write
+from tests.cluster.writes import Claim, DataPlane, Ended, Write
 
 Hear = Callable[[int, FromRank], None]
+
+
+@dataclass(slots=True)
+class Both:
+    """Of a streamed share's two halves: the share ends with the later, and fails if one did."""
+
+    ended: Ended
+    num_left: int = 2
+    error: str | None = None
+    may_land: bool = False
+
+    def end(self, error: str | None, may_land: bool) -> None:
+        self.num_left -= 1
+        self.error, self.may_land = self.error or error, self.may_land or may_land
+        if not self.num_left:
+            self.ended(self.error, self.may_land)
 
 
 @dataclass(eq=False, slots=True)
@@ -56,11 +72,13 @@ class Ranks:
         plane: DataPlane,
         hear: Hear,
         num_heads: int,
+        streams: bool = False,
     ) -> None:
         self.life = life
         self.page_size = spec.page_size
         self.is_alive = True
         self.num_heads = num_heads
+        self._streams = streams
         garbage = itertools.count(rng.getrandbits(32))
         self.pool = [
             [list(itertools.islice(garbage, spec.page_size)) for _ in range(spec.num_pages)] for _ in range(num_heads)
@@ -101,11 +119,7 @@ class Ranks:
             self._take(init.pages, init.slot)
         for chunk in plan.chunks:
             self._take(chunk.pages, chunk.slot)
-        writes = [
-            Write(job, rank, self, self.peer_of(rank, job.peer), partial(self._ended, rank, job))
-            for job in plan.writes
-            for rank in range(self._num_ranks)
-        ]
+        writes = [write for job in plan.writes for rank in range(self._num_ranks) for write in self._writes(job, rank)]
         for write in writes:
             self._plane.plan(write)
         self._plans.append((plan, writes))
@@ -179,14 +193,42 @@ class Ranks:
                     f"page {page} of {self.life} {what}; job {write.job.job} of {write.mover.life} may write it"
                 )
 
+    def _writes(self, job: WriteJob, rank: int) -> list[Write]:
+        """A rank's share of a job: one write, or where it is streamed two, the later of which ends it."""
+        peer, ended = self.peer_of(rank, job.peer), partial(self._ended, rank, job)
+        if not self._streams:
+            return [Write(job, rank, self, peer, ended)]
+        self.happened["streamed"] += 1
+        both = Both(ended)
+        return [Write(job, rank, self, peer, both.end, half=half) for half in (0, 1)]
+
     def _begin(self) -> None:
         seconds = self._rng.uniform(0.004, 0.03) * self.slowness()
+        if self._streams:
+            self._clock.after(seconds * self._rng.random(), self._compute_all)
         self._clock.after(seconds, self._complete, seconds)
 
     def _complete(self, seconds: float) -> None:
         if not self.is_alive:
             return
+        if not self._streams:
+            self._compute_all()
         plan, writes = self._plans.popleft()
+        tokens = [token for chunk in plan.chunks if (token := self._sample(chunk)) is not None]
+        for rank in range(self._num_ranks):
+            sampled = tuple(tokens) if rank == 0 else ()
+            self._answer(rank, StepDone(plan.step, sampled, seconds))
+        for write in writes:
+            if write.half is None:
+                self._clock.after(self._rng.expovariate(500.0), self._plane.start, write)
+        if self._plans:
+            self._begin()
+
+    def _compute_all(self) -> None:
+        """All but the sampling of the step that runs; what of its writes is streamed begins."""
+        if not self.is_alive:
+            return
+        plan, writes = self._plans[0]
         for slot in plan.retire:
             if self._slots.pop(slot, None) is None:
                 raise Violation(f"step {plan.step} of {self.life} retires slot {slot}, which is empty")
@@ -194,16 +236,13 @@ class Ranks:
             if init.slot in self._slots:
                 raise Violation(f"step {plan.step} of {self.life} admits to slot {init.slot}, which is taken")
             self._slots[init.slot] = Slot(list(init.tokens), list(init.pages), init.sampling)
-        tokens = [token for chunk in plan.chunks if (token := self._compute(chunk)) is not None]
-        for rank in range(self._num_ranks):
-            sampled = tuple(tokens) if rank == 0 else ()
-            self._answer(rank, StepDone(plan.step, sampled, seconds))
+        for chunk in plan.chunks:
+            self._compute(chunk)
         for write in writes:
-            self._clock.after(self._rng.expovariate(500.0), self._plane.start, write)
-        if self._plans:
-            self._begin()
+            if write.half is not None:  # the second may come before the step's end, or after it
+                self._clock.after(self._rng.expovariate((500.0, 100.0)[write.half]), self._plane.start, write)
 
-    def _compute(self, chunk: Chunk) -> Token | None:
+    def _compute(self, chunk: Chunk) -> None:
         slot, size = self._slots[chunk.slot], self.page_size
         slot.pages += chunk.pages
         if len(slot.tokens) < chunk.stop or len(slot.pages) * size < chunk.stop:
@@ -215,6 +254,9 @@ class Ranks:
             for head, pool in enumerate(self.pool):
                 before = pool[slot.pages[(position - 1) // size]][(position - 1) % size] if position else 0
                 pool[page][position % size] = kv_value(position, slot.tokens[position], before, head)
+
+    def _sample(self, chunk: Chunk) -> Token | None:
+        slot = self._slots[chunk.slot]
         if not chunk.sample:
             return None
         if len(slot.tokens) != chunk.stop:

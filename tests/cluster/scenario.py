@@ -106,3 +106,4 @@ class Scenario:
     reserve: str = "early"  # the router's policies
     direction: str = "push"
     verifies: bool = False
+    streams: bool = False  # a step's writes begin in two halves, the first while it computes

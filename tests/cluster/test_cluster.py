@@ -44,6 +44,7 @@ HAPPENED = {
     "severed": 500,
     "slow peer": 500,
     "stall": 500,
+    "streamed": 500,
     "word of the dead": 500,
     "write cut off": 100,
     "write error": 500,

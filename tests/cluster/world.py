@@ -272,6 +272,7 @@ class World:
             plane=self.plane,
             hear=shell.hear_rank,
             num_heads=whole.num_heads,
+            streams=whole.streams,
         )
         self._lives[life] = ranks
         ranks.happened = self.happened

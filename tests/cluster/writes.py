@@ -45,6 +45,7 @@ class Write:
     peer: Ranks | None  # None: no life of that name was attached
     ended: Ended
     is_read: bool = False
+    half: int | None = None  # of a job that is streamed: its even tokens, or its odd ones
     has_started: bool = False
     is_orphan: bool = False  # its end was told, or nobody is left to tell; the network still has it
     is_over: bool = False
@@ -162,6 +163,8 @@ class DataPlane:
         if write.is_read and not source.is_alive:
             return
         for token in tokens:
+            if write.half is not None and token % 2 != write.half:
+                continue
             page = job.dst_pages[(token - job.start) // target.page_size]
             claim = target.owners.get(page)
             if not isinstance(claim, Claim) or claim.writer != source.life:

@@ -19,6 +19,9 @@ class Way(NamedTuple):
 
 WAYS = {
     "pushed as it lies": Way((), ("--tp", "3"), ("--tp", "2")),
+    "pushed by layers, each on its own, into larger pages": Way(
+        (), ("--tp", "3", "--stream-layers", "1"), ("--tp", "2", "--page-size", "64", "--num-pages", "200")
+    ),
     "read late, packed into larger pages": Way(
         ("--reserve", "late", "--direction", "pull"),
         ("--tp", "2"),

@@ -214,6 +214,15 @@ def test_the_router_alone_is_told_to_verify() -> None:
     assert fault == "--verify-kv is for the router; an instance has no use for it"
 
 
+def test_layers_are_streamed_by_who_writes() -> None:
+    config = launch_config(LaunchOptions(role="prefill", stream_layers=8))
+    assert isinstance(config, InstanceConfig) and config.link.stream_layers == 8
+    with pytest.raises(ConfigError, match="--stream-layers 8 is for KV that prefill writes"):
+        launches(ServeOptions(stream_layers=8, direction="pull"))
+    (fault,) = faults(LaunchOptions(role="prefill", stream_layers=0))
+    assert fault == "--stream-layers is 0, must be at least 1"
+
+
 def test_attempts_and_deadline_reach_the_router() -> None:
     config = launch_config(LaunchOptions(role="router", max_attempts=7, deadline=2.5))
     assert isinstance(config, RouterConfig)

@@ -28,7 +28,16 @@ LAYERS_FIRST = ("layer", "kv", "page", "token", "head", "dim")
 class Side:
     """One instance: a region with staging and a Mover a rank."""
 
-    def __init__(self, hub: MemoryHub, name: str, layout: KVLayout, *, tp: int, move: Move = "packed") -> None:
+    def __init__(
+        self,
+        hub: MemoryHub,
+        name: str,
+        layout: KVLayout,
+        *,
+        tp: int,
+        move: Move = "packed",
+        stream_layers: int | None = None,
+    ) -> None:
         self.name, self.layout = name, layout
         self.shards = tp_shards(layout, 12, tp, NUM_PAGES)
         self.transports = [MemoryTransport(me=rank_name(name, "e", rank), hub=hub) for rank in range(tp)]
@@ -39,7 +48,7 @@ class Side:
             packer = Packer(transport, region, base, NUM_SLOTS, SLOT_NBYTES)
             self.regions.append(region)
             checker = Checker(region, End(layout, shard))
-            self.movers.append(Mover(rank, layout, self.shards, transport, packer, move, checker))
+            self.movers.append(Mover(rank, layout, self.shards, transport, packer, move, checker, stream_layers))
 
     def order(self) -> Attach:
         return Attach(self.name, "e", self.layout, self.shards, tuple(t.endpoint() for t in self.transports))

@@ -18,6 +18,7 @@ SHARED = {
     *("--max-prefill-tokens", "--max-running", "--no-prefix-cache", "--num-pages", "--page-size", "--port"),
     *("--served-name", "--threads"),
     *("--direction", "--move", "--reserve", "--transfer", "--transfer-devices", "--transfer-param", "--verify-kv"),
+    "--stream-layers",
 }
 TRAFFIC = {
     *("--allow-eos", "--arrival", "--chat", "--dataset", "--duration", "--extra", "--num-requests", "--output"),

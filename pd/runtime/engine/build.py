@@ -62,12 +62,12 @@ class Engine:
         self._runner: Runner | None = runner
         self._mesh = mesh
 
-    def launch(self, plan: StepPlan) -> Launched:
+    def launch(self, plan: StepPlan, on_kv: Callable[[int], None] | None = None) -> Launched:
         """Run a plan: retire, admit, chunks. Called in the order of plans; each may be launched before the one
-        before it is finished.
+        before it is finished. `on_kv`: as in Runner.launch.
         """
         assert self._runner is not None, "step after close"
-        return self._runner.launch(plan)
+        return self._runner.launch(plan, on_kv)
 
     def step(self, plan: StepPlan) -> tuple[Token, ...]:
         """Launch and finish."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -90,8 +91,11 @@ class Runner:
             self._sampler.warm_up(logits_NV)
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> Launched:
-        """Retire, admit, compute the chunks' KV into the pool, sample. On a GPU: queue that, and wait for nothing."""
+    def launch(self, plan: StepPlan, on_kv: Callable[[int], None] | None = None) -> Launched:
+        """Retire, admit, compute the chunks' KV into the pool, sample. On a GPU: queue that, and wait for nothing.
+
+        `on_kv` hears of layers as in `Llama.forward`, but not in a captured step.
+        """
         is_first = self._mesh.rank == 0
         if is_first:
             for slot in plan.retire:
@@ -105,15 +109,15 @@ class Runner:
         inputs = self._slots.prepare(plan.chunks)
         hidden_TI = self._graphs.run(inputs) if self._graphs is not None else None
         if hidden_TI is None:
-            hidden_TI = self._forward(inputs)
+            hidden_TI = self._forward(inputs, on_kv)
         readout = None
         if inputs.sampled.slots:
             ids_N, readout = self._sample(hidden_TI[inputs.sampled.rows_N], inputs.sampled)
             self._slots.append(inputs.sampled, self._mesh.broadcast(ids_N))
         return Launched(readout, Download(hidden_TI[:0]))
 
-    def _forward(self, inputs: StepInputs) -> Tensor:
-        return self._model.forward(inputs, self._pool.layers, self._ops)
+    def _forward(self, inputs: StepInputs, on_kv: Callable[[int], None] | None = None) -> Tensor:
+        return self._model.forward(inputs, self._pool.layers, self._ops, on_kv)
 
     def _sample(self, hidden_NI: Tensor, sampled: Sampled) -> tuple[Tensor, Readout | None]:
         logits_NV = self._model.logits(hidden_NI)

@@ -12,11 +12,13 @@ from itertools import count
 
 from pd.runtime.roles.checking import Checker, Counted
 from pd.runtime.roles.packing import Packer, Part
+from pd.runtime.roles.paths import Paths, Ways, cut, say
+from pd.runtime.roles.streaming import layer_groups
 from pd.runtime.wire.plans import Attach, Digest, FromRank, PeerUnreachable, Sever, Severed, WriteDone, WriteJob
 from pd.transfer.digest import total
 from pd.transfer.layout import KVLayout, Shard, check_can_meet, check_shards
-from pd.transfer.packed import End, Move, PackedWay, choose
-from pd.transfer.plan import Pair, Route, pair_up
+from pd.transfer.packed import End, Move, PackedWay
+from pd.transfer.plan import pair_up
 from pd.transfer.transport import JobDone, JobFailed, PeerLost, TransferError, Transport
 
 log = logging.getLogger("pd.rank")
@@ -28,9 +30,10 @@ class _Life:
 
     peer: str
     epoch: str
-    routes: tuple[tuple[str, Route | PackedWay], ...]  # (the peer rank's transport name, which bytes go where)
-    reads: tuple[tuple[str, Route | PackedWay], ...]  # the same the other way: from its pages into ours
+    routes: Ways
+    reads: Ways  # the same the other way: from its pages into ours
     sent: tuple[Counted, ...]  # what a digest of what goes to it is made of
+    groups: tuple[Ways, ...]  # `routes` cut into groups of layers
     rank_names: tuple[str, ...]
 
 
@@ -39,7 +42,7 @@ class _Share:
     """What is still in flight of one WriteJob."""
 
     job: int
-    num_open: int
+    num_open: int = 1  # until all of it is given to the transport
     nbytes: int = 0
     seconds: float = 0.0
     error: str | None = None
@@ -56,8 +59,10 @@ class Mover:
     packer: Packer | None = None  # None: no staging, so that all is moved as it lies
     move: Move = "auto"
     checker: Checker | None = None  # None: digests are not to be had
+    stream_layers: int | None = None  # layers of a group that goes ahead of those after it
     _lives: dict[str, _Life] = field(default_factory=dict)
     _owners: dict[str, _Life] = field(default_factory=dict)  # by the peer rank's transport name
+    _streams: dict[int, tuple[_Share, _Life | None]] = field(default_factory=dict)  # by job: not all groups are there
     _shares: dict[int, _Share] = field(default_factory=dict)  # by the transport's job number
     _severed: set[tuple[str, str]] = field(default_factory=set)  # lives surely cut off
     _unsaid: set[str] = field(default_factory=set)  # whose way was not logged yet, by transport name
@@ -75,23 +80,22 @@ class Mover:
         try:
             check_can_meet(self.layout, order.layout, peer=order.peer)
             check_shards(order.layout, order.shards, peer=order.peer)
-            ours, theirs = End(self.layout, mine), [End(order.layout, shard) for shard in order.shards]
+            slot_nbytes = self.packer.slot_nbytes if self.packer is not None else None
+            paths = Paths(End(self.layout, mine), order.layout, order.shards, names, slot_nbytes, self.move)
             own = [pair for pair in pair_up(self.shards, order.shards) if pair.src == self.rank]
-            routes = tuple((names[pair.dst], self._way(ours, theirs[pair.dst], pair, is_read=False)) for pair in own)
+            routes = paths.out(own)
+            reads = paths.back(pair for pair in pair_up(order.shards, self.shards) if pair.dst == self.rank)
+            groups = tuple(paths.out(some) for some in cut(own, layer_groups(mine.layers, self.stream_layers)))
             sent = self.checker.of_sent(own, order.layout.dtype) if self.checker is not None else ()
-            reads = tuple(
-                (names[pair.src], self._way(ours, theirs[pair.src], pair, is_read=True))
-                for pair in pair_up(order.shards, self.shards)
-                if pair.dst == self.rank
-            )
             for name, endpoint in zip(names, order.endpoints, strict=True):
                 self.transport.connect(name, endpoint)
         except (TransferError, ValueError) as error:
             return [PeerUnreachable(order.peer, order.epoch, str(error))]
-        life = _Life(order.peer, order.epoch, routes, reads, sent, names)
+        life = _Life(order.peer, order.epoch, routes, reads, sent, groups, names)
         self._lives[order.peer] = life
         self._owners.update(dict.fromkeys(names, life))
         self._unsaid.update(names)
+        say((*routes, *reads))
         self._say_ways()
         return []
 
@@ -114,29 +118,31 @@ class Mover:
         life = self._lives.get(job.peer)
         if life is None:
             return [WriteDone(job.job, f"peer {job.peer} is not attached", 0, 0.0)]
-        routes = life.reads if is_read else life.routes
-        move = self.transport.read if is_read else self.transport.write
-        share = _Share(job.job, len(routes))
-        for name, route in routes:
-            if isinstance(route, PackedWay):
-                self._give(share, name, route, job=job)
-                continue
-            number = next(self._numbers)
-            try:
-                spans = route.spans(job.src_pages, job.dst_pages, job.start, job.stop)
-                move(name, spans, job=number)
-            except (TransferError, ValueError) as error:
-                share.num_open -= 1
-                share.error = share.error or str(error)
-            else:
-                self._shares[number] = share
+        share = _Share(job.job)
+        self._give(share, life.reads if is_read else life.routes, job, is_read=is_read)
         if job.is_digested:
-            self._digest(share, job, job.src_pages, of=life.sent)
-        return self._begin() if share.num_open else [_done(share)]
+            self._digest(share, job, of=life.sent)
+        return self._given(share)
+
+    def stream(self, job: WriteJob, group: int) -> list[FromRank]:
+        """Give one more group of layers of this rank's share to the transport: from 0 on, and each."""
+        if not group:
+            self._streams[job.job] = (_Share(job.job), self._lives.get(job.peer))
+        share, life = self._streams[job.job]
+        if life is not None:
+            self._give(share, life.groups[group], job, is_read=False)
+        if group + 1 < len(layer_groups(self.shards[self.rank].layers, self.stream_layers)):
+            return self._begin()
+        del self._streams[job.job]
+        if life is None:
+            share.error = f"peer {job.peer} is not attached"
+        elif job.is_digested:
+            self._digest(share, job, of=life.sent)
+        return self._given(share)
 
     def digest(self, order: Digest) -> list[FromRank]:
         """Have a digest made: of what this rank would send, or (no peer) of all that it holds."""
-        job, share = order.job, _Share(order.job.job, 0)
+        job, share = order.job, _Share(order.job.job)
         life = self._lives.get(job.peer)
         if order.is_own:
             of = self.checker.of_all() if self.checker is not None else ()
@@ -144,8 +150,8 @@ class Mover:
             return [WriteDone(job.job, f"peer {job.peer} is not attached", 0, 0.0)]
         else:
             of = life.sent
-        self._digest(share, job, job.src_pages, of=of)
-        return [] if share.num_open else [_done(share)]
+        self._digest(share, job, of=of)
+        return self._given(share)
 
     def poll(self) -> list[FromRank]:
         """What the transport has ended since the last call, and digests that are made."""
@@ -168,7 +174,7 @@ class Mover:
             answers += self._end(number, 0, 0.0, None)
         return answers + self._begin()
 
-    def _digest(self, share: _Share, job: WriteJob, pages: tuple[int, ...], *, of: tuple[Counted, ...]) -> None:
+    def _digest(self, share: _Share, job: WriteJob, *, of: tuple[Counted, ...]) -> None:
         """Part of `share` until it is made."""
         share.digest = 0
         if self.checker is None or not of:
@@ -176,26 +182,34 @@ class Mover:
         number = next(self._numbers)
         self._shares[number] = share
         share.num_open += 1
-        self.checker.give(number, job, pages, of=of)
+        self.checker.give(number, job, job.src_pages, of=of)
 
-    def _way(self, ours: End, theirs: End, pair: Pair, *, is_read: bool) -> Route | PackedWay:
-        """Raises LayoutMismatch where there is none."""
-        is_alike = ours.layout.dtype == theirs.layout.dtype
-        packed = None
-        if self.packer is not None:
-            packed = PackedWay(ours, theirs, pair, is_read, self.packer.slot_nbytes)
-        src, dst = (theirs, ours) if is_read else (ours, theirs)
-        way = choose(Route(*src, *dst, pair) if is_alike else None, packed, self.move)
-        if isinstance(way, PackedWay):
-            why = "pieces are larger so" if is_alike else f"{ours.layout.dtype} here, {theirs.layout.dtype} there"
-            log.info("KV is packed: %s; pieces of %.0f KiB", why, way.piece_nbytes() / 1024)
-        return way
+    def _give(self, share: _Share, ways: Ways, job: WriteJob, *, is_read: bool) -> None:
+        """To the transport, or to staging before that."""
+        move = self.transport.read if is_read else self.transport.write
+        for name, way in ways:
+            if isinstance(way, PackedWay):
+                self._pack(share, name, way, job=job)
+                continue
+            number = next(self._numbers)
+            try:
+                spans = way.spans(job.src_pages, job.dst_pages, job.start, job.stop)
+                move(name, spans, job=number)
+            except (TransferError, ValueError) as error:
+                share.error = share.error or str(error)
+            else:
+                share.num_open += 1
+                self._shares[number] = share
 
-    def _give(self, share: _Share, name: str, way: PackedWay, *, job: WriteJob) -> None:
+    def _given(self, share: _Share) -> list[FromRank]:
+        """All of it was given, and some may have ended already."""
+        share.num_open -= 1
+        return self._begin() if share.num_open else [_done(share)]
+
+    def _pack(self, share: _Share, name: str, way: PackedWay, *, job: WriteJob) -> None:
         """To staging, in as many parts as it takes."""
         assert self.packer is not None, "a packed way needs staging"
         ours, theirs = (job.dst_pages, job.src_pages) if way.is_read else (job.src_pages, job.dst_pages)
-        share.num_open -= 1
         for tokens in way.parts(job.stop - job.start):
             number = next(self._numbers)
             self._shares[number] = share

@@ -23,7 +23,7 @@ import msgspec
 import torch
 import zmq
 
-from pd.runtime.config import ConfigError, RankConfig
+from pd.runtime.config import ConfigError, LinkConfig, RankConfig
 from pd.runtime.core.events import Peer
 from pd.runtime.engine.build import Engine, build
 from pd.runtime.engine.device import device_of, enter
@@ -35,6 +35,7 @@ from pd.runtime.roles.checking import Checker
 from pd.runtime.roles.mover import Mover, rank_name
 from pd.runtime.roles.packing import Packer
 from pd.runtime.roles.process import die_with, reachable_host, setup_logging
+from pd.runtime.roles.streaming import Arrivals, Grouped, Streamer, layer_groups
 from pd.runtime.wire.link import Spoke
 from pd.runtime.wire.plans import (
     Attach,
@@ -55,7 +56,7 @@ from pd.runtime.wire.plans import (
 )
 from pd.transfer.choose import make_transport
 from pd.transfer.layout import Shard
-from pd.transfer.packed import End, Move
+from pd.transfer.packed import End
 from pd.transfer.staging import STAGING_NBYTES
 from pd.transfer.transport import TransferError, Transport
 
@@ -63,6 +64,8 @@ log = logging.getLogger("pd.rank")
 
 LEADER = Peer("leader", "")
 _POLL_MS = 1000
+_LOOK_MS = 1
+"""While layers on a GPU are waited for."""
 
 
 MAX_QUEUED = 1
@@ -76,6 +79,10 @@ class Running(NamedTuple):
     plan: StepPlan
     launched: Launched
     start: float
+    writes: tuple[WriteJob, ...]  # to begin when it is done
+
+
+Item = FromRank | WriteJob | Grouped
 
 
 class Outbox:
@@ -83,21 +90,21 @@ class Outbox:
 
     def __init__(self) -> None:
         self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._items: deque[FromRank | WriteJob] = deque()
+        self._items: deque[Item] = deque()
 
-    def put(self, *items: FromRank | WriteJob) -> None:
+    def put(self, *items: Item) -> None:
         self._items.extend(items)
         self.wake()
 
     def wake(self) -> None:
         os.eventfd_write(self.wake_fd, 1)
 
-    def drain(self) -> list[FromRank | WriteJob]:
+    def drain(self) -> list[Item]:
         try:
             os.eventfd_read(self.wake_fd)
         except BlockingIOError:
             return []
-        items: list[FromRank | WriteJob] = []
+        items: list[Item] = []
         while self._items:
             items.append(self._items.popleft())
         return items
@@ -107,14 +114,15 @@ class RankIO:
     """The io thread: owns the leader's link and, once the group is known, the Mover."""
 
     def __init__(
-        self, link: Spoke, transport: Transport, *, outbox: Outbox, rank: int, move: Move, device: torch.device
+        self, link: Spoke, transport: Transport, *, outbox: Outbox, rank: int, how: LinkConfig, device: torch.device
     ) -> None:
         self.plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()  # None: quit
         self._link = link
         self._transport = transport
         self._outbox = outbox
         self._rank = rank
-        self._move = move
+        self._how = how
+        self._arrivals = Arrivals()
         self._device = device
         self._engine: Engine | None = None
         self._mover: Mover | None = None
@@ -127,7 +135,7 @@ class RankIO:
             poller.register(source, zmq.POLLIN)
         try:
             while self._running:
-                poller.poll(0 if self._mover is not None and self._mover.is_busy else _POLL_MS)
+                poller.poll(self._patience_ms())
                 self._turn()
         finally:
             self.plans.put(None)
@@ -140,19 +148,30 @@ class RankIO:
         self._running = False
         self._outbox.wake()
 
+    def _patience_ms(self) -> int:
+        if self._mover is not None and self._mover.is_busy:
+            return 0
+        return _LOOK_MS if self._arrivals.is_waiting else _POLL_MS
+
     def _turn(self) -> None:
         for item in self._outbox.drain():
-            if isinstance(item, WriteJob):
-                self._answer(self._need_mover().start(item))
-            else:
-                self._link.send(item)
+            match item:
+                case WriteJob():
+                    self._answer(self._need_mover().start(item))
+                case Grouped():
+                    self._arrivals.add(item)
+                case _:
+                    self._link.send(item)
+        for jobs, group, _ in self._arrivals.take():
+            for job in jobs:
+                self._answer(self._need_mover().stream(job, group))
         while received := self._link.receive():
             match received.message:
                 case StepPlan() as plan:
                     self.plans.put(plan)
                 case Group(shards=shards):
                     assert self._engine is not None, "the leader sends Group only after RankReady"
-                    self._mover = make_mover(self._rank, self._engine, shards, self._transport, move=self._move)
+                    self._mover = make_mover(self._rank, self._engine, shards, self._transport, how=self._how)
                 case Attach() as order:
                     self._answer(self._need_mover().attach(order))
                 case Sever() as order:
@@ -180,17 +199,21 @@ class RankIO:
             self._link.send(message)
 
 
-def make_mover(rank: int, engine: Engine, shards: tuple[Shard, ...], transport: Transport, *, move: Move) -> Mover:
+def make_mover(
+    rank: int, engine: Engine, shards: tuple[Shard, ...], transport: Transport, *, how: LinkConfig
+) -> Mover:
     """With staging, where the region has room for it behind the pool."""
     base = staging_base(engine.layout, engine.shard)
     has_staging = len(engine.region) >= base + STAGING_NBYTES
     packer = Packer(transport, engine.region, base) if has_staging else None
     checker = Checker(engine.region, End(engine.layout, engine.shard))
-    return Mover(rank, engine.layout, shards, transport, packer, move, checker)
+    return Mover(rank, engine.layout, shards, transport, packer, how.move, checker, how.stream_layers)
 
 
-def compute(engine: Engine, plans: queue.SimpleQueue[StepPlan | None], outbox: Outbox) -> None:
-    """Run plans in order until None. A step's writes start when its KV is in the pool.
+def compute(
+    engine: Engine, plans: queue.SimpleQueue[StepPlan | None], outbox: Outbox, *, stream_layers: int | None
+) -> None:
+    """Run plans in order until None. A step's writes start when its KV is in the pool, or that of `stream_layers`.
 
     On a GPU step n + 1 is queued as soon as its plan comes, while n runs, so that the device never waits for the host:
 
@@ -198,6 +221,8 @@ def compute(engine: Engine, plans: queue.SimpleQueue[StepPlan | None], outbox: O
     """
     running: deque[Running] = deque()
     end = 0.0
+    groups = layer_groups(range(len(engine.shard.layers)), stream_layers)
+    streamer = Streamer(engine, groups, outbox.put, engine.region.device)
     while True:
         try:
             plan = plans.get(timeout=_LOOK_S if running else None)
@@ -207,12 +232,15 @@ def compute(engine: Engine, plans: queue.SimpleQueue[StepPlan | None], outbox: O
             if plan is None:
                 return
             start = time.perf_counter()
-            running.append(Running(plan, engine.launch(plan), start))
+            if plan.writes and groups:
+                running.append(Running(plan, streamer.launch(plan), start, ()))
+            else:
+                running.append(Running(plan, engine.launch(plan), start, plan.writes))
         while running and (len(running) > MAX_QUEUED or running[0].launched.is_done()):
             step = running.popleft()
             tokens = step.launched.finish()
             begin, end = max(step.start, end), time.perf_counter()
-            outbox.put(StepDone(step.plan.step, tokens, end - begin), *step.plan.writes)
+            outbox.put(StepDone(step.plan.step, tokens, end - begin), *step.writes)
 
 
 def serve(config: RankConfig, link: Spoke, outbox: Outbox) -> None:
@@ -221,7 +249,7 @@ def serve(config: RankConfig, link: Spoke, outbox: Outbox) -> None:
     device = device_of(instance.device.device, config.rank)
     enter(device)  # before the transport: libraries look for the GPU that is current when they start
     transport = _transport(config)
-    io = RankIO(link, transport, outbox=outbox, rank=config.rank, move=instance.link.move, device=device)
+    io = RankIO(link, transport, outbox=outbox, rank=config.rank, how=instance.link, device=device)
     thread = threading.Thread(target=io.run, name="io", daemon=True)
     thread.start()
     try:
@@ -238,7 +266,7 @@ def serve(config: RankConfig, link: Spoke, outbox: Outbox) -> None:
                 *engine.notes,
             )
         )
-        compute(engine, io.plans, outbox)
+        compute(engine, io.plans, outbox, stream_layers=instance.link.stream_layers)
         engine.close()
     finally:
         io.stop()

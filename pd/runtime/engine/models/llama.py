@@ -11,7 +11,7 @@ modeling_qwen3_moe.py. Where a layer has experts they stand for the MLP.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -66,15 +66,22 @@ class Llama:
         cos_ND, sin_ND = angles(spec.rope, spec.head_dim, max_model_len)
         self._cos_ND, self._sin_ND = cos_ND.to(rows_VI.device), sin_ND.to(rows_VI.device)
 
-    def forward(self, inputs: StepInputs, pools: Sequence[Pools], ops: Operators) -> Tensor:
-        """Hidden states after the last norm, x_TI. Writes the tokens' K and V into `pools`, one a layer."""
+    def forward(
+        self, inputs: StepInputs, pools: Sequence[Pools], ops: Operators, on_kv: Callable[[int], None] | None = None
+    ) -> Tensor:
+        """Hidden states after the last norm, x_TI. Writes the tokens' K and V into `pools`, one a layer.
+
+        `on_kv` hears of each layer of ours, from 0, when its K and V are written, or on a GPU queued to be.
+        """
         reduce, eps = self._mesh.all_reduce, self._spec.rms_norm_eps
         turns = self._cos_ND[inputs.positions_T], self._sin_ND[inputs.positions_T]
         residual_TI = reduce(self._embedding(inputs.tokens_T))
         x_TI = ops.rms_norm(residual_TI, self._layers[0].input_norm_I, eps)
         following = [layer.input_norm_I for layer in self._layers[1:]] + [self._norm_I]
-        for layer, pool, next_norm_I in zip(self._layers, pools, following, strict=True):
+        for index, (layer, pool, next_norm_I) in enumerate(zip(self._layers, pools, following, strict=True)):
             q_THE = self._write_kv(layer, x_TI, ops, turns=turns, pool=pool, inputs=inputs)
+            if on_kv is not None:
+                on_kv(index)
             seen_THE = ops.attention(q_THE, pool, inputs, window=layer.window)
             x_TI = reduce(layer.output(seen_THE.flatten(1)))
             x_TI = ops.rms_norm(x_TI, layer.mlp_norm_I, eps, residual_TI)
