@@ -90,7 +90,7 @@ def launches(options: ServeOptions) -> list[LaunchOptions]:
     names = [instance.name for instance in instances]
     faults += [f"two instances are named {name}" for name in sorted({n for n in names if n and names.count(n) > 1})]
     if faults:
-        raise ConfigError(*dict.fromkeys(faults), hint="pd serve --help")
+        raise ConfigError(*dict.fromkeys(faults), hint=_hint(faults))
     check_keys(options)
     kept = {name: getattr(options, name) for name in (*_ROUTERS_OWN, "cluster_key", "insecure")}
     router = LaunchOptions(role=Role.ROUTER.value, **kept)
@@ -122,6 +122,12 @@ def share_memory(instances: list[LaunchOptions]) -> list[LaunchOptions]:
         one if one.kv_memory or one.num_pages or _is_cpu(one.device) else replace(one, kv_memory=share)
         for one in instances
     ]
+
+
+def _hint(faults: Sequence[str]) -> str:
+    """With an example where an instance's settings were no settings."""
+    wrong = next((fault for fault in faults if "is not KEY=VALUE" in fault), None)
+    return "pd serve --help" if wrong is None else f"such as {wrong.split()[0]} tp=2; pd serve --help"
 
 
 def _specs(options: ServeOptions) -> list[tuple[Role, str]]:

@@ -29,7 +29,9 @@ class SharedOptions:
 
     served_name: Annotated[
         str | None,
-        typer.Option(help="The model's name as clients say it. [default: directory or hub id]", rich_help_panel=_MODEL),
+        typer.Option(
+            metavar="NAME", help="As clients say the model. [default: directory or hub id]", rich_help_panel=_MODEL
+        ),
     ] = None
     dtype: Dtype = "auto"
     max_model_len: Annotated[
@@ -44,7 +46,9 @@ class SharedOptions:
     kernels: Annotated[
         str,
         typer.Option(
-            metavar="auto|triton|torch", help="auto: Triton's on a GPU, else PyTorch's.", rich_help_panel=_DEVICE
+            metavar="auto|triton|torch",
+            help="auto: Triton's on a GPU; else C++ where built, PyTorch's.",
+            rich_help_panel=_DEVICE,
         ),
     ] = "auto"
     no_graphs: Annotated[
@@ -161,17 +165,19 @@ class SharedOptions:
     ] = False
     max_attempts: Annotated[
         int,
-        typer.Option(metavar="N", help="Tries of one request, when instances fail under it.", rich_help_panel=_STEPS),
+        typer.Option(
+            metavar="N", help="Router only: tries of one request, when instances fail.", rich_help_panel=_STEPS
+        ),
     ] = 5
     deadline: Annotated[
         float,
-        typer.Option(metavar="SECONDS", help="For a whole answer; then it fails.", rich_help_panel=_STEPS),
+        typer.Option(metavar="SECONDS", help="Router only: for a whole answer; then it fails.", rich_help_panel=_STEPS),
     ] = 600.0
     api_key_file: Annotated[
         str | None,
         typer.Option(
             metavar="FILE",
-            help="Keys that HTTP clients must show, one a line. [default: none are asked for]",
+            help="Router only: keys that HTTP clients must show, one a line. [default: none]",
             rich_help_panel=_NETWORK,
         ),
     ] = None
@@ -185,7 +191,9 @@ class LaunchOptions(SharedOptions):
     ]
     name: Annotated[
         str | None,
-        typer.Option(help="Unique in the cluster. [default: role, host and process id]", rich_help_panel=_WHAT),
+        typer.Option(
+            metavar="NAME", help="Unique in the cluster. [default: role, host and process id]", rich_help_panel=_WHAT
+        ),
     ] = None
     model: Annotated[
         str | None,
@@ -201,6 +209,7 @@ class LaunchOptions(SharedOptions):
     port: Annotated[
         int | None,
         typer.Option(
+            metavar="PORT",
             help="HTTP of a router [default: 8000]; handoffs of others [default: any]",
             rich_help_panel=_NETWORK,
         ),
@@ -242,7 +251,7 @@ class ServeOptions(SharedOptions):
         str,
         typer.Option(metavar="always|never", help="What to do when a process dies.", rich_help_panel=_WHAT),
     ] = "always"
-    port: Annotated[int, typer.Option(help="HTTP. 0: any free one.", rich_help_panel=_NETWORK)] = 8000
+    port: Annotated[int, typer.Option(metavar="PORT", help="HTTP. 0: any free one.", rich_help_panel=_NETWORK)] = 8000
 
 
 class Dataclass(Protocol):

@@ -109,7 +109,8 @@ class LoadOptions(TrafficOptions):
         str, typer.Option(metavar="http://HOST:PORT", help="Any OpenAI-compatible server.", rich_help_panel=_SERVER)
     ] = "http://127.0.0.1:8000"
     model: Annotated[
-        str | None, typer.Option(help="As the server calls it. [default: its first]", rich_help_panel=_SERVER)
+        str | None,
+        typer.Option(metavar="NAME", help="As the server calls it. [default: its first]", rich_help_panel=_SERVER),
     ] = None
     rate: Annotated[
         float | None,
@@ -181,7 +182,7 @@ class ReportOptions:
     html: Annotated[str, typer.Option(metavar="FILE", help="The page to write.", rich_help_panel=_GOALS)] = (
         "report.html"
     )
-    title: Annotated[str | None, typer.Option(help="Of the page.", rich_help_panel=_GOALS)] = None
+    title: Annotated[str | None, typer.Option(metavar="TEXT", help="Of the page.", rich_help_panel=_GOALS)] = None
     slo: Annotated[
         str | None,
         typer.Option(metavar="NAME:MS,…", help="Other goals than the runs had.", rich_help_panel=_GOALS),

@@ -38,12 +38,13 @@ class Examined:
     seconds: float
 
 
-def select(checks: Sequence[Check], only: Sequence[str]) -> tuple[Check, ...]:
-    """Those whose group or id is named in `only`; all for an empty one. Raises ValueError naming what is unknown."""
+def select(checks: Sequence[Check], only: Sequence[str], *, others: Sequence[str] = ()) -> tuple[Check, ...]:
+    """Those whose group or id is named in `only`; all for an empty one. Raises ValueError naming what is unknown;
+    `others` are groups that would be there too, each with what it takes."""
     known = {c.group for c in checks} | {c.id for c in checks}
     unknown = [name for name in only if name not in known]
     if unknown:
-        groups = ", ".join(dict.fromkeys(c.group for c in checks))
+        groups = ", ".join(dict.fromkeys([*(c.group for c in checks), *others]))
         raise ValueError(f"no check or group {', '.join(unknown)}; groups are {groups}")
     return tuple(c for c in checks if not only or c.group in only or c.id in only)
 

@@ -96,7 +96,7 @@ def _chosen(options: DoctorOptions) -> tuple[Check, ...]:
             return extra
         if options.explain and not extra:
             extra = (*peer_checks("HOST"), *needs_checks(Launch("MODEL", "colocated", 1, 16)))
-        return select((*CHECKS, *extra), only)
+        return select((*CHECKS, *extra), only, others=("gpu (both)", "peer (with --peer)", "model (with --model)"))
     except ValueError as error:
         raise ConfigError(str(error), hint="pd doctor --help") from error
 

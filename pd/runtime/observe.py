@@ -86,7 +86,7 @@ class RouterMetrics:
             "pd_router_events", "Attempts repeated, and what befell instances", ["what"], registry=registry
         )
         self._dropped = Gauge("pd_link_dropped", "Messages dropped at the router's link", registry=registry)
-        self._refused = Gauge("pd_link_refused", "Connections to it that failed in the handshake", registry=registry)
+        self._refused = Gauge("pd_link_refused", "Connections to the router's link that it refused", registry=registry)
         for what in _COUNTED:
             self._events.labels(what)
         self._free = Gauge("pd_instance_free_pages", "Pages nobody holds", ["instance"], registry=registry)

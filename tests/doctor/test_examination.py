@@ -71,6 +71,7 @@ def test_gpu_means_the_groups_of_both_vendors(capsys: pytest.CaptureFixture[str]
     ("options", "words"),
     [
         (DoctorOptions(only="nope"), "nope"),
+        (DoctorOptions(only="nope"), "peer .with --peer., model .with --model."),
         (DoctorOptions(explain="rdma.nope"), "rdma.nope"),
         (DoctorOptions(peer="host:port:x"), "--peer"),
         (DoctorOptions(peer="host:99999"), "--peer"),

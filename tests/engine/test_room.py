@@ -32,3 +32,10 @@ def test_a_pool_that_is_too_small() -> None:
         "rank of tp 2. cuda:1 (H200) had 70.0 GiB free before 69.0 GiB of weights"
     )
     assert all(option in fault.hint for option in ("--kv-memory", "--num-pages", "--max-model-len", "--tp"))
+
+
+def test_a_pool_without_a_page_says_what_one_takes() -> None:
+    fault = room(69 * GIB).pool_fault(0, page_size=16, page_nbytes=2 << 20, max_model_len=None)
+    assert "0 pages of 16 tokens; at least one is needed, 2.0 MiB a rank of tp 2." in str(fault)
+    fault = room(69 * GIB).pool_fault(0, page_size=16, page_nbytes=2 << 20, max_model_len=9)
+    assert "max_model_len is 9, which takes 1 page, 2.0 MiB a rank" in str(fault)

@@ -136,13 +136,13 @@ def test_chat_fault_names_field_expected_and_given(fields: dict[str, object], pa
 @pytest.mark.parametrize(
     ("body", "code", "words"),
     [
-        (b"", "invalid_json", "not JSON"),
+        (b"", "invalid_json", "not JSON: it is empty"),
         (b'{"prompt": "x",}', "invalid_json", "byte 15"),
-        (b'{"prompt": "x"', "invalid_json", "within 14 bytes"),
+        (b'{"prompt": "x"', "invalid_json", "not JSON: it ends too early, after 14 bytes"),
         (b"[1]", "invalid_type", "the body: expected object, got array"),
         (b'{"prompt": "\xff"}', "invalid_utf8", "byte 0xff at offset 12"),
         (b'{"unknown": "\xff"}', "invalid_utf8", "byte 0xff at offset 13"),
-        (b'{"prompt": "\\ud800"}', "invalid_json", "not JSON"),
+        (b'{"prompt": "\\ud800"}', "invalid_json", "\\ud800 is half of a surrogate pair (byte 12)"),
         (b'{"prompt": "\\udc00 "}', "invalid_json", "not JSON"),
         (b'{"prompt": "x", "temperature": NaN}', "invalid_json", "byte 31"),
         (b'{"prompt": "x", "temperature": 1e999}', "invalid_type", "temperature: number out of range"),

@@ -77,7 +77,7 @@ def test_all_faults_are_told_at_once_with_a_hint_and_no_traceback() -> None:
         (["launch", "--tepee=2"], "No such option: --tepee", "pd launch --help"),
         (["lunch"], "No such command 'lunch'", "pd --help"),
         (["serve", "/no/such/folder", "--port=0"], "model directory /no/such/folder does not exist", "check the path"),
-        (["serve", "--decode", "two"], "--decode \"two\": 'two' is not KEY=VALUE", "pd serve --help"),
+        (["serve", "--decode", "two"], "--decode \"two\": 'two' is not KEY=VALUE", "such as --decode tp=2; pd serve"),
     ],
 )
 def test_wrong_use_is_one_error_one_hint_and_status_2(arguments: list[str], error: str, hint: str) -> None:

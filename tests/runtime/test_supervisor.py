@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from pd import cli_layout
+from pd.runtime.roles import supervisor
 
 ROUTER = """
 import http.server, logging, sys
@@ -239,3 +240,12 @@ def test_two_that_start_together_have_their_instances_meet_at_different_ports(mo
     again, meets_at = cli_layout._meeting()
     assert meets_at == f"tcp://127.0.0.1:{port}"
     again.close()
+
+
+def test_what_is_awaited_is_what_was_asked_for() -> None:
+    none = '{"ready": false, "missing": ["prefill", "decode"]}'
+    assert supervisor.missing_instances(none, {"router", "colocated"}) == "a colocated instance"
+    assert (
+        supervisor.missing_instances(none, {"router", "prefill", "decode"})
+        == "a prefill instance and a decode instance"
+    )

@@ -80,3 +80,13 @@ def test_every_option_is_documented() -> None:
         if f"`{option}`" not in pages["benchmarks" if command.startswith("bench ") else "running"]
     }
     assert missing == set()
+
+
+def test_help_shows_what_a_value_is_and_not_its_type() -> None:
+    raw = {
+        (name, param.name)
+        for name, command in commands(get_command(app))
+        for param in command.params
+        if param.param_type_name == "option" and not getattr(param, "is_flag", False) and not param.metavar
+    }
+    assert raw == set()

@@ -143,7 +143,7 @@ def test_without_a_queue_nothing_old_is_said_to_a_late_hub(context: zmq.Context[
 
 def test_an_address_in_use_is_a_link_error_that_names_it(context: zmq.Context[zmq.Socket[bytes]]) -> None:
     hub = Hub(context, "tcp://127.0.0.1:*")
-    with pytest.raises(LinkError, match=hub.address.rsplit(":", 1)[1]):
+    with pytest.raises(LinkError, match=f"^cannot bind {hub.address}: Address already in use$"):
         Hub(context, hub.address)
     hub.close()
 

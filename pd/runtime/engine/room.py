@@ -31,9 +31,10 @@ class Room:
     def pool_fault(self, num_pages: int, *, page_size: int, page_nbytes: int, max_model_len: int | None) -> ConfigError:
         """`num_pages` are to be had, and they are too few."""
         needed = -(-(max_model_len or 1) // page_size)
-        wanted = f"max_model_len is {max_model_len}" if max_model_len else "it needs at least one page"
+        pages = f"{needed} page{'' if needed == 1 else 's'}"
+        wanted = f"max_model_len is {max_model_len}, which takes {pages}" if max_model_len else "at least one is needed"
         return ConfigError(
-            f"the KV pool is too small: {num_pages} pages of {page_size} tokens; {wanted}, which takes {needed} pages, "
+            f"the KV pool is too small: {num_pages} pages of {page_size} tokens; {wanted}, "
             f"{_show(needed * page_nbytes)} a rank of tp {self.tp}. {self.where} had {_show(self.free)} free before "
             f"{_show(self.weights)} of weights",
             hint="raise --num-pages or --kv-memory, or lower --max-model-len; a larger --tp leaves each rank more room",

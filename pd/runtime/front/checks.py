@@ -25,11 +25,23 @@ def decode(body: bytes, shape: type[Asked]) -> Asked:
     except msgspec.ValidationError as error:
         raise wrong_type(str(error)) from error
     except msgspec.DecodeError as error:
-        fault = str(error)
-        where = "" if "(byte" in fault else f" (within {len(body)} bytes)"
-        raise RequestError(f"the body is not JSON: {fault}{where}", code="invalid_json") from error
+        raise RequestError(f"the body is not JSON: {_no_json(body, str(error))}", code="invalid_json") from error
     except RecursionError as error:
         raise RequestError("the body is nested too deeply", code="invalid_json") from error
+
+
+_HALF_PAIR = re.compile(rb"(?<!\\)(?:\\\\)*(\\u[dD][89abAB][0-9a-fA-F]{2})(?!\\u[dD][c-fC-F])")
+
+
+def _no_json(body: bytes, fault: str) -> str:
+    """msgspec's words, `Input data was truncated`, as a person would say it."""
+    if not body.strip():
+        return "it is empty"
+    if "(byte" in fault:
+        return fault.removeprefix("JSON is malformed: ")
+    if half := _HALF_PAIR.search(body):  # msgspec looks for the other half wherever the string goes on
+        return f"{half[1].decode()} is half of a surrogate pair (byte {half.start(1)})"
+    return f"it ends too early, after {len(body)} bytes"
 
 
 _FAULT = re.compile(r"(?P<fault>.*?) - at (?P<key>`key` in )?`\$\.?(?P<field>.*)`", re.DOTALL)

@@ -116,4 +116,4 @@ def serving(door: Door, model: str | None) -> ModelCard:
 def not_ready(missing: Sequence[Role]) -> RequestError:
     roles = " and no living ".join(role.value for role in missing)
     who = f": no living {roles} instance" if roles else ""
-    return RequestError(f"this cluster cannot serve yet{who}", status=503, code="not_ready", retry_after_s=_RETRY_S)
+    return RequestError(f"this cluster cannot serve now{who}", status=503, code="not_ready", retry_after_s=_RETRY_S)

@@ -65,6 +65,11 @@ _FAULTS = {
     "504": "no whole answer within its deadline",
 }
 
+_ONE_MODEL: dict[str, Any] = {
+    "parameters": [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}],
+    "responses": {"200": {"description": "see docs/running.md"}, "404": {"description": "no such model"}},
+}
+
 
 def document(version: str) -> dict[str, Any]:
     """OpenAPI 3.1, JSON-able."""
@@ -87,6 +92,7 @@ def document(version: str) -> dict[str, Any]:
     paths = {path: {"post": _post(schema)} for path, schema in zip(bodies, schemas, strict=True)}
     for path in ("/v1/models", "/health", "/ready", "/metrics", "/state", "/version", "/openapi.json"):
         paths[path] = {"get": {"responses": {"200": {"description": "see docs/running.md"}}}}
+    paths["/v1/models/{id}"] = {"get": _ONE_MODEL}
     paths["/ready"]["get"]["responses"]["503"] = {"description": "which role has no living instance"}
     return {
         "openapi": "3.1.0",

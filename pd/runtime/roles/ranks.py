@@ -157,11 +157,11 @@ class _Progress:
 
     def add(self, message: RankLoading) -> None:
         self._latest[message.rank] = message
-        if time.monotonic() - self._said < _PROGRESS_S:
-            return
+        if time.monotonic() - self._said < _PROGRESS_S or len(self._latest) < self._num_ranks:
+            return  # shards differ in size: the sum is known when all have told theirs
         self._said = time.monotonic()
         done = sum(m.done_bytes for m in self._latest.values())
-        total = sum(m.total_bytes for m in self._latest.values()) * self._num_ranks // len(self._latest)
+        total = sum(m.total_bytes for m in self._latest.values())
         log.info("loading weights: %d of %d MB (%.0f %%)", done >> 20, total >> 20, 100 * done / max(total, 1))
 
 

@@ -25,6 +25,7 @@ from rich.table import Table
 from pd.runtime.config import ConfigError
 from pd.runtime.roles.child import Child, ask_to_end, ended, ending, kill_group, lines, start
 from pd.runtime.roles.screen import Screen
+from pd.runtime.wire.values import Role
 
 _NUDGE_S, _KILL_S = 3.1, 4.0
 """From the request to stop. A leader drains for 3 s; what is left of the 5 s is for reaping."""
@@ -230,7 +231,7 @@ class Supervisor:
                 status, body = await _get(self._config.host, self._config.port, "/ready")
         except (OSError, ValueError, TimeoutError):
             return "the router"
-        return None if status == 200 else _roles(body)
+        return None if status == 200 else missing_instances(body, {child.says[0] for child in self._config.children})
 
     def _summary(self) -> Iterator[str | Table]:
         config = self._config
@@ -249,10 +250,11 @@ class Supervisor:
         yield f"stop   Ctrl-C, or kill {os.getpid()}"
 
 
-def _roles(body: str) -> str:
-    """Of /ready's answer: the roles that no living instance has."""
+def missing_instances(body: str, ours: set[str]) -> str:
+    """Of /ready's answer: the roles that no living instance has. A colocated one, where we keep but such, has both."""
     try:
-        return " and ".join(f"a {role} instance" for role in json.loads(body)["missing"])
+        missing = [role if role in ours else Role.COLOCATED.value for role in json.loads(body)["missing"]]
+        return " and ".join(f"a {role} instance" for role in dict.fromkeys(missing))
     except (ValueError, KeyError, TypeError):
         return "instances"
 
