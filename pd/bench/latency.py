@@ -12,7 +12,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -74,6 +74,8 @@ def latency(options: LatencyOptions) -> int:
     console.print(f"{checkpoint.name}: {engine}\n{in_words(found)}", soft_wrap=True)
     console.print(f"memory read {1e-9 / machine.read_s:.1f} GB/s, matrix product {2e-9 / machine.madd_s:.0f} GFLOP/s")
     console.print(_table(cells, bounds))
+    if note := doubt([min(cell.seconds) / bounds.least_s(cell) for cell in cells]):
+        console.print(note, soft_wrap=True)
     return 0
 
 
@@ -139,6 +141,17 @@ class _Bounds:
         nbytes = (self._inner + self._head) * self._itemsize + kv
         madds = self._inner * tokens + self._head * cell.batch
         return max(nbytes * self._machine.read_s, madds * self._machine.madd_s)
+
+
+def doubt(times_floor: Sequence[float]) -> str | None:
+    """What a person should know who sees a step below its floor."""
+    num_below = sum(times < 1 for times in times_floor)
+    if not num_below:
+        return None
+    return (
+        f"{num_below} of {len(times_floor)} steps lie below their floor: the machine was too busy while the floor was "
+        "measured, or --rounds are too few"
+    )
 
 
 def _tell(lines: Lines, cell: Cell, least_s: float) -> None:

@@ -61,8 +61,8 @@ async def _run(options: LoadOptions, wanted: Wanted, lines: Lines) -> int:
         session.close()
     out.print(f"{session.model} at {session.server.url}; {in_words(found)}", soft_wrap=True)
     out.print(figures(ran.summary))
-    for note in notes(ran.summary):
-        out.print(note, soft_wrap=True)
+    for note in [*wanted.shortages(), *notes(ran.summary, ran.outcomes)]:
+        out.print(note, soft_wrap=True, markup=False)
     return _status(ran)
 
 

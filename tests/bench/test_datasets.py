@@ -118,6 +118,8 @@ def test_own_lines_are_text_ids_or_messages() -> None:
         ("azure", AZURE + "yesterday,1,2", "line 4: 'yesterday,1,2' is not TIMESTAMP,"),
         ("jsonl", '{"prompt": "a"}\n{"prompt": 3}', "line 2: Expected `str | array | null`"),
         ("jsonl", '{"prompt": "a"}\n\n{}', "line 3: needs a prompt or messages, and not both"),
+        ("jsonl", '{"prompt": ""}', "line 1: prompt is empty"),
+        ("jsonl", '{"messages": []}', "line 1: messages is empty"),
         ("jsonl", '{"messages": [{"role": "user"}]}', "line 1: a message needs role and content"),
         ("sharegpt", '[{"conversations": []},\n {"id": 7}]', "entry 2, line 2: Object missing required field"),
         ("sharegpt", "[1,\n 2", "line 2: no JSON list: "),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pd.bench.latency import latency
+from pd.bench.latency import doubt, latency
 from pd.bench.lines import read
 from pd.bench.options import LatencyOptions
 from pd.runtime.config import ConfigError
@@ -40,3 +40,8 @@ def test_all_faults_are_told_at_once() -> None:
         "--batches is '1,x': 'x' is no whole number",
         "--rounds is 0, must be at least 1",
     ]
+
+
+def test_a_step_below_its_floor_is_doubted() -> None:
+    assert doubt([1.0, 1.3]) is None
+    assert (doubt([0.9, 1.3]) or "").startswith("1 of 2 steps lie below their floor: the machine was too busy")

@@ -11,6 +11,7 @@ from pd.bench.load import goals
 from pd.bench.load.goals import Goals
 from pd.bench.load.metrics import Spread, summarize
 from pd.bench.load.outcome import INTERRUPTED, Outcome
+from pd.bench.load.tables import one_line
 
 
 def outcome(chunks: list[float], *, due: float = 0.0, tokens: int | None = None, error: str | None = None) -> Outcome:
@@ -96,3 +97,10 @@ def test_each_goal_is_held_by_itself() -> None:
 
 def test_a_single_token_meets_any_pace() -> None:
     assert goals.parse("tpot:1").are_met(outcome([0.5], tokens=1))
+
+
+def test_what_the_first_failure_of_a_kind_said_is_told_in_one_line() -> None:
+    assert one_line('{"error": {"message": "n is\\n too much", "code": null}}') == "n is too much"
+    assert one_line("<html>\n no") == "<html> no"
+    assert len(one_line("x" * 300)) == 120
+    assert one_line("[1]") == "[1]"

@@ -173,7 +173,10 @@ def _own(numbered_line: tuple[int, str], num_answer: int) -> Conversation:
         own = msgspec.json.decode(line, type=_Own)
     except (msgspec.DecodeError, msgspec.ValidationError) as error:
         raise ValueError(f"line {number}: {error}") from None
-    if (not own.prompt) == (not own.messages):
+    for name in ("prompt", "messages"):
+        if getattr(own, name) in ("", []):
+            raise ValueError(f"line {number}: {name} is empty")
+    if (own.prompt is None) == (own.messages is None):
         raise ValueError(f"line {number}: needs a prompt or messages, and not both")
     wanted = own.max_tokens or own.output_tokens or num_answer
     if wanted < 1:

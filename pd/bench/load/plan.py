@@ -70,6 +70,14 @@ class Wanted:
             count=self.count,
         )
 
+    def shortages(self) -> list[str]:
+        """What was asked for and the dataset's file does not hold."""
+        asked = self.options.num_requests
+        if asked is None or self.is_made_up:
+            return []
+        num = len(list(self.conversations(self.options.seed)))
+        return [f"--num-requests is {asked}, the dataset holds {num}: no line is asked twice"] if num < asked else []
+
     def _limit(self) -> int | None:
         """Conversations at most; None where the file or the duration ends them."""
         if self.options.num_requests is not None or self.options.duration is not None or not self.is_made_up:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
+
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
 from pd.bench.load.metrics import Spread, Summary
+from pd.bench.load.outcome import Outcome
 
 _LATE_S = 0.005
 _WIDTH = 120
@@ -37,9 +41,13 @@ def cells(spread: Spread) -> list[str]:
     return [f"{value * 1e3:.2f}" if spread.num else "-" for value in values]
 
 
-def notes(summary: Summary) -> list[str]:
-    """What a person should know before believing the figures."""
-    found = [f"failed: {number} x {kind}" for kind, number in sorted(summary.errors.items())]
+def notes(summary: Summary, outcomes: Sequence[Outcome] = ()) -> list[str]:
+    """What a person should know before believing the figures. Of failures: how many, and what the first one said."""
+    said = {outcome.error: one_line(outcome.detail) for outcome in reversed(outcomes) if outcome.error}
+    found = [
+        f"failed: {number} x {kind}{f', first: {said[kind]}' if said.get(kind) else ''}"
+        for kind, number in sorted(summary.errors.items())
+    ]
     if summary.num_interrupted:
         found.append(f"interrupted: {summary.num_interrupted} requests were still open and do not count")
     found += [f"token counts: {number} x {doubt}" for doubt, number in sorted(summary.doubts.items())]
@@ -49,6 +57,16 @@ def notes(summary: Summary) -> list[str]:
             "give it a free core, or a lower rate"
         )
     return found
+
+
+def one_line(detail: str) -> str:
+    """What a server said, without its JSON, short."""
+    try:
+        detail = str(json.loads(detail)["error"]["message"])
+    except (ValueError, KeyError, TypeError):  # cut short, or another's form
+        pass
+    line = " ".join(detail.split())
+    return line if len(line) <= _WIDTH else f"{line[: _WIDTH - 1]}…"
 
 
 def _rates(summary: Summary) -> list[tuple[str, str]]:
