@@ -36,6 +36,7 @@ _WORDS = {
     "move": ("auto", "direct", "packed"),
     "reserve": ("early", "late"),
     "direction": ("push", "pull"),
+    "log": ("requests", "instances"),
 }
 _SHARED_COUNTS = ("page_size", "max_running", "max_prefill_tokens", "max_model_len", "max_attempts", "stream_layers")
 _OWN_COUNTS = ("tp", "num_pages", "threads")
@@ -88,6 +89,7 @@ def launch_config(options: LaunchOptions) -> InstanceConfig | RouterConfig:
             verify_kv=options.verify_kv,
             request_s=options.deadline,
             max_attempts=options.max_attempts,
+            log=options.log,
         )
     return InstanceConfig(
         role=Role(options.role),
@@ -110,6 +112,7 @@ def launch_config(options: LaunchOptions) -> InstanceConfig | RouterConfig:
             cores=None if options.cores is None else parse_cores(options.cores),
         ),
         link=_link(options),
+        log=options.log,
     )
 
 

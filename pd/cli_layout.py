@@ -92,7 +92,7 @@ def launches(options: ServeOptions) -> list[LaunchOptions]:
     if faults:
         raise ConfigError(*dict.fromkeys(faults), hint=_hint(faults))
     check_keys(options)
-    kept = {name: getattr(options, name) for name in (*_ROUTERS_OWN, "cluster_key", "insecure")}
+    kept = {name: getattr(options, name) for name in (*_ROUTERS_OWN, "cluster_key", "insecure", "log")}
     router = LaunchOptions(role=Role.ROUTER.value, **kept)
     return [router, *_with_cores(instances, options)]
 

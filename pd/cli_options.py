@@ -33,6 +33,12 @@ class SharedOptions:
             metavar="NAME", help="As clients say the model. [default: directory or hub id]", rich_help_panel=_MODEL
         ),
     ] = None
+    log: Annotated[
+        str,
+        typer.Option(
+            metavar="requests|instances", help="instances: no lines of requests that go well.", rich_help_panel=_WHAT
+        ),
+    ] = "requests"
     dtype: Dtype = "auto"
     max_model_len: Annotated[
         int | None,

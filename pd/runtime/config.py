@@ -123,6 +123,8 @@ class InstanceConfig:
     step: StepConfig = field(default_factory=StepConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)
     link: LinkConfig = field(default_factory=LinkConfig)
+    log: str = "requests"
+    """requests: a line an event. instances: none of requests that go well."""
     drain_s: float = 3.0
     """From SIGTERM: running requests may end; what still runs then the router starts again elsewhere.
     All is gone in 5 s."""
@@ -150,6 +152,8 @@ class RouterConfig:
     verify_kv: bool = False
     """Decode compares a digest of the KV that landed with prefill's of what it sent. Off: it costs a pass over all KV
     on both sides, and what it would find is a fault of hardware, of a library, or ours."""
+    log: str = "requests"
+    """As an instance's."""
     max_body_bytes: int = 8 << 20
     stream_buffer_tokens: int = 4096
     """Of one client that reads slowly; then its request is cancelled."""

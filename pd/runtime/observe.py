@@ -27,11 +27,18 @@ _LOUD = frozenset(
 )
 """Stamps about instances that a person wants to see; those of single requests are INFO all the same."""
 
+_ROUTINE = frozenset(
+    {"placed", "reserved", "queued", "admitted", "first_token", "offered", "drained", "landed", "finished"}
+)
+"""Stamps of a request that goes well, ten lines of it: DEBUG, which `--log instances` leaves out."""
+
 
 def log_stamp(log: logging.Logger, stamp: Stamp, *, me: str = "") -> None:
     """One line an event of a request's life, the subject first; `me` is named by the log already."""
+    level = logging.WARNING if stamp.what in _LOUD else logging.DEBUG if stamp.what in _ROUTINE else logging.INFO
+    if not log.isEnabledFor(level):
+        return
     words = (stamp.subject if stamp.subject != me else "", stamp.what, stamp.detail)
-    level = logging.WARNING if stamp.what in _LOUD else logging.INFO
     log.log(level, "%s", " ".join(word for word in words if word))
 
 

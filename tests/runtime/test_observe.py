@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+
+import pytest
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
-from pd.runtime.observe import RouterMetrics, TokenMetrics
+from pd.runtime.core.events import Stamp
+from pd.runtime.observe import RouterMetrics, TokenMetrics, log_stamp
 from pd.runtime.wire.values import Load
 
 
@@ -49,3 +53,14 @@ def test_a_thousand_instances_that_came_and_went_leave_no_series() -> None:
         metrics.left(f"decode-{number}")
         metrics.left("never heard of")
     assert len(lines(registry)) == before
+
+
+def test_of_a_request_that_goes_well_nothing_is_said_above_debug(caplog: pytest.LogCaptureFixture) -> None:
+    log = logging.getLogger("pd.test")
+    loud = ["r repeated why", "d0 suspect why"]
+    for level, told in (("DEBUG", ["r placed p0, d0", *loud]), ("INFO", loud)):
+        caplog.clear()
+        with caplog.at_level(level, logger="pd"):
+            for stamp in (Stamp("r", "placed", "p0, d0"), Stamp("r", "repeated", "why"), Stamp("d0", "suspect", "why")):
+                log_stamp(log, stamp)
+        assert [record.getMessage() for record in caplog.records] == told

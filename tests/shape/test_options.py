@@ -14,7 +14,7 @@ from tests.shape.source import ROOT
 
 SHARED = {
     *("--api-key-file", "--cluster-key", "--deadline", "--insecure", "--kernels", "--no-graphs", "--max-attempts"),
-    *("--cores", "--device", "--dtype", "--host", "--kv-cache-dtype", "--kv-memory", "--max-model-len"),
+    *("--cores", "--device", "--dtype", "--host", "--kv-cache-dtype", "--kv-memory", "--log", "--max-model-len"),
     *("--max-prefill-tokens", "--max-running", "--no-prefix-cache", "--num-pages", "--page-size", "--port"),
     *("--served-name", "--threads"),
     *("--direction", "--move", "--reserve", "--transfer", "--transfer-devices", "--transfer-param", "--verify-kv"),

@@ -192,7 +192,7 @@ def is_peer(sender: Peer) -> bool:
 
 def run(config: InstanceConfig) -> int:
     """The process body. Raises ConfigError for what a person can mend."""
-    setup_logging(config.name)
+    setup_logging(config.name, says=config.log)
     stop = StopSignals()
     if config.device.cores:
         os.sched_setaffinity(0, config.device.cores)

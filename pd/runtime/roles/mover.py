@@ -23,6 +23,8 @@ from pd.transfer.transport import JobDone, JobFailed, PeerLost, TransferError, T
 
 log = logging.getLogger("pd.rank")
 
+_MAX_SAID = 1024
+
 
 @dataclass(slots=True)
 class _Life:
@@ -66,6 +68,7 @@ class Mover:
     _shares: dict[int, _Share] = field(default_factory=dict)  # by the transport's job number
     _severed: set[tuple[str, str]] = field(default_factory=set)  # lives surely cut off
     _unsaid: set[str] = field(default_factory=set)  # whose way was not logged yet, by transport name
+    _said: dict[str, str] = field(default_factory=dict)  # the latest ways, by transport name
     _numbers: Iterator[int] = field(default_factory=lambda: count(1))
 
     @property
@@ -233,9 +236,14 @@ class Mover:
             except TransferError:  # lost or severed meanwhile
                 self._unsaid.discard(name)
                 continue
-            if way is not None:
+            if way is None:
+                continue
+            self._unsaid.discard(name)
+            if self._said.get(name) != way:  # one that died is attached again and again, until the router has lost it
                 log.info("KV to %s goes by %s", name, way)
-                self._unsaid.discard(name)
+                self._said[name] = way
+            if len(self._said) > _MAX_SAID:
+                del self._said[next(iter(self._said))]
 
     def _end(self, number: int, nbytes: int, seconds: float, error: str | None) -> list[FromRank]:
         share = self._shares.pop(number)

@@ -16,14 +16,15 @@ _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)  # before any fork: a child may not load it
 
 
-def setup_logging(who: str) -> None:
+def setup_logging(who: str, *, says: str = "requests") -> None:
     """Log lines to standard error, each with the time and who speaks. What no line says is not gathered, as Python's
-    own logging HOWTO has it: three lines a request were a sixth of the router's time."""
+    own logging HOWTO has it: three lines a request were a sixth of the router's time. `says` is the option --log."""
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging._srcfile = None  # no caller is looked for
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format=f"%(asctime)s {who} %(message)s", datefmt="%H:%M:%S", force=True
     )
+    logging.getLogger("pd").setLevel(logging.DEBUG if says == "requests" else logging.INFO)
 
 
 def die_with(parent: int, *, by: signal.Signals = signal.SIGKILL) -> None:

@@ -257,7 +257,7 @@ class _Server(uvicorn.Server):
 
 def run(config: RouterConfig) -> int:
     """The process body. Raises ConfigError for what a person can mend."""
-    setup_logging("router")
+    setup_logging("router", says=config.log)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     stop = StopSignals()
     key = read_cluster_key(config.link.cluster_key)
