@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Sequence
 
@@ -61,10 +62,8 @@ def notes(summary: Summary, outcomes: Sequence[Outcome] = ()) -> list[str]:
 
 def one_line(detail: str) -> str:
     """What a server said, without its JSON, short."""
-    try:
+    with contextlib.suppress(ValueError, KeyError, TypeError):  # cut short, or another's form
         detail = str(json.loads(detail)["error"]["message"])
-    except (ValueError, KeyError, TypeError):  # cut short, or another's form
-        pass
     line = " ".join(detail.split())
     return line if len(line) <= _WIDTH else f"{line[: _WIDTH - 1]}…"
 

@@ -12,9 +12,10 @@ from pd.runtime.front.checks import show
 from pd.runtime.front.door import Door
 from pd.runtime.front.errors import RequestError
 from pd.runtime.front.generate import Run, reply_stream, reply_whole
-from pd.runtime.front.openai import parse_chat, parse_completion
+from pd.runtime.front.openai import ChatBody, CompletionBody, parse_chat, parse_completion
 from pd.runtime.front.settings import FrontSettings
 from pd.runtime.front.shapes import ChatShape, CompletionShape, Head, Shape
+from pd.runtime.front.strangers import Strangers
 from pd.runtime.front.text import Text
 from pd.runtime.front.tokenizing import Tokenizing
 from pd.runtime.front.wanted import Conversation, Drawn, Wanted, plan_submits
@@ -29,12 +30,19 @@ class Completions:
         self._text = text
         self._settings = settings
         self._tokenizing = tokenizing
+        self._strangers = Strangers()
 
     async def complete(self, exchange: Exchange) -> None:
-        await self._generate(exchange, parse_completion(await read_body(exchange, self._settings)))
+        body = await read_body(exchange, self._settings)
+        wanted = parse_completion(body)
+        self._strangers.look(body, CompletionBody)
+        await self._generate(exchange, wanted)
 
     async def chat(self, exchange: Exchange) -> None:
-        await self._generate(exchange, parse_chat(await read_body(exchange, self._settings)))
+        body = await read_body(exchange, self._settings)
+        wanted = parse_chat(body)
+        self._strangers.look(body, ChatBody)
+        await self._generate(exchange, wanted)
 
     async def _generate(self, exchange: Exchange, wanted: Wanted) -> None:
         card = serving(self._door, wanted.model)

@@ -2,8 +2,8 @@
 
 Rules
 1. A fault raises RequestError naming the field, what was expected and what was given.
-2. A field unknown to us is ignored, as every compatible server does. One we know but cannot honour, where
-   ignoring it would change the answer, is refused unless its value asks for nothing.
+2. A field unknown to us is ignored, as every compatible server does, and said once (strangers.py). One we know but
+   cannot honour, where ignoring it would change the answer, is refused unless its value asks for nothing.
 3. null is the same as leaving a field out.
 """
 

@@ -50,7 +50,7 @@ class Hub:
         except zmq.ZMQError as error:
             self._watch.close()
             self.socket.close(0)
-            reason = zmq.strerror(error.errno)  # the error's own text adds the address once more
+            reason = zmq.strerror(error.errno or 0)  # the error's own text adds the address once more
             raise LinkError(f"cannot bind {address}: {reason}") from error
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.num_dropped = 0
