@@ -18,7 +18,7 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, M
 from prometheus_client.registry import Collector
 
 from pd.runtime.core.events import Emit, End, Stamp, Submit
-from pd.runtime.wire.values import Load, Ticket
+from pd.runtime.wire.values import Finish, Load, Ticket
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _COUNTED = ("repeated", "joined", "draining", "suspect", "left", "lost", "refused", "differs", "nonsense", "corrupted")
@@ -30,12 +30,14 @@ _LOUD = frozenset(
 _ROUTINE = frozenset(
     {"placed", "reserved", "queued", "admitted", "first_token", "offered", "drained", "landed", "finished"}
 )
-"""Stamps of a request that goes well, ten lines of it: DEBUG, which `--log instances` leaves out."""
+"""Stamps of a request that goes well, ten lines with its ending: DEBUG, which `--log instances` leaves out."""
+_FINISHES = frozenset(finish.value for finish in Finish)
 
 
 def log_stamp(log: logging.Logger, stamp: Stamp, *, me: str = "") -> None:
     """One line an event of a request's life, the subject first; `me` is named by the log already."""
-    level = logging.WARNING if stamp.what in _LOUD else logging.DEBUG if stamp.what in _ROUTINE else logging.INFO
+    is_routine = stamp.what in _ROUTINE or (stamp.what == "ended" and stamp.detail in _FINISHES)
+    level = logging.WARNING if stamp.what in _LOUD else logging.DEBUG if is_routine else logging.INFO
     if not log.isEnabledFor(level):
         return
     words = (stamp.subject if stamp.subject != me else "", stamp.what, stamp.detail)

@@ -57,10 +57,10 @@ def test_a_thousand_instances_that_came_and_went_leave_no_series() -> None:
 
 def test_of_a_request_that_goes_well_nothing_is_said_above_debug(caplog: pytest.LogCaptureFixture) -> None:
     log = logging.getLogger("pd.test")
-    loud = ["r repeated why", "d0 suspect why"]
-    for level, told in (("DEBUG", ["r placed p0, d0", *loud]), ("INFO", loud)):
+    loud = ["r repeated why", "d0 suspect why", "r ended why"]
+    for level, told in (("DEBUG", ["r placed p0, d0", "r ended length", *loud]), ("INFO", loud)):
         caplog.clear()
         with caplog.at_level(level, logger="pd"):
-            for stamp in (Stamp("r", "placed", "p0, d0"), Stamp("r", "repeated", "why"), Stamp("d0", "suspect", "why")):
-                log_stamp(log, stamp)
+            for line in ("r placed p0, d0", "r ended length", *loud):
+                log_stamp(log, Stamp(*line.split(" ", 2)))
         assert [record.getMessage() for record in caplog.records] == told
