@@ -3,27 +3,43 @@
 on this host                        shm
 elsewhere, no library at hand       tcp
 elsewhere                           whichever of the library and tcp proves itself and is faster (contest.py)
+
+The same on GPUs, where shm copies from GPU to GPU and tcp goes through pinned host memory.
 """
 
 from __future__ import annotations
 
 import ctypes
 import itertools
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import msgspec
 
 from pd.transfer import shm
-from pd.transfer.contest import AREA_NBYTES, Area, Contest, pattern
+from pd.transfer.contest import AREA_NBYTES, PATTERN, Access, Area, Contest, DeviceAccess, HostAccess, pattern
+from pd.transfer.device import Gpu, MakesDevice
 from pd.transfer.host import is_dead, this_life, why_elsewhere
 from pd.transfer.library_transport import LibraryTransport
 from pd.transfer.outbox import Outbox
-from pd.transfer.region import check_spans, refuse_device
+from pd.transfer.region import check_spans
 from pd.transfer.shm import MAX_JOBS, ShmEndpoint, ShmTransport
 from pd.transfer.tcp import TcpTransport
-from pd.transfer.transport import Completion, JobDone, JobFailed, PeerLost, Span, TransferError, Transport
+from pd.transfer.transport import (
+    Completion,
+    JobDone,
+    JobFailed,
+    PeerLost,
+    RegistrationFailed,
+    Span,
+    TransferError,
+    Transport,
+)
+
+log = logging.getLogger(__name__)
 
 
 class _Endpoint(msgspec.Struct, frozen=True, array_like=True, tag="auto"):
@@ -48,6 +64,7 @@ class AutoTransport:
     """See `Transport`. A peer's way is chosen when it is connected, and kept."""
 
     name = "auto"
+    gpu: ClassVar[MakesDevice] = Gpu
 
     def __init__(
         self,
@@ -76,27 +93,46 @@ class AutoTransport:
         except TransferError as error:
             self._without = f"no library, as it does not start: {error}"
         self._tries = itertools.count(-1, -1)  # jobs of contests; callers' are not negative
-        self._view = memoryview(b"")
+        self._memory: Access = HostAccess(memoryview(b""))
         self._nbytes = 0
+        self.spare_nbytes = AREA_NBYTES if self._library is not None else 0
         self._peers: dict[str, _Peer] = {}
         self._known: dict[str, tuple[_Endpoint, ShmEndpoint]] = {}
 
     def allocate(self, nbytes: int) -> memoryview:
-        area = AREA_NBYTES if self._library is not None and nbytes > 0 else 0
-        self._view = self._shm.allocate(nbytes + area)
-        self._nbytes = nbytes
-        address = ctypes.addressof(ctypes.c_char.from_buffer(self._view))
+        area = self.spare_nbytes if nbytes > 0 else 0
+        view = self._shm.allocate(nbytes + area)
+        self._memory, self._nbytes = HostAccess(view), nbytes
+        address = ctypes.addressof(ctypes.c_char.from_buffer(view))
         self._tcp.register(address, nbytes + area)
         if self._library is not None:
             self._library.register(address, nbytes + area)
-            self._view[nbytes : nbytes + len(pattern(self.me))] = pattern(self.me)
-        return self._view[:nbytes]
+            self._memory.put(nbytes + PATTERN, pattern(self.me))
+        return view[:nbytes]
 
     def register(self, address: int, nbytes: int, device: int | None = None) -> None:
-        refuse_device("auto", address, nbytes, device)
-        raise TransferError(
-            f"auto allocates the memory that it moves; for the {nbytes} bytes at {address:#x} choose tcp"
-        )
+        """GPU memory, through whatever can reach it: pinned host memory always can. Its end is for contests."""
+        if device is None:
+            raise TransferError(
+                f"auto allocates the memory that it moves; for the {nbytes} bytes at {address:#x} choose tcp"
+            )
+        try:
+            self._shm.register_on(self.gpu(device), address, nbytes, number=device)
+        except RegistrationFailed as error:
+            log.warning("KV goes to peers of this host through host memory: %s", error)
+            self._shm.register_on(self.gpu(device), address, nbytes, number=device, must_share=False)
+        self._tcp.register_on(self.gpu(device), address, nbytes)
+        if self._library is None:
+            return
+        self._memory = DeviceAccess(address, lambda: self.gpu(device))
+        self._nbytes = nbytes - self.spare_nbytes
+        self._memory.put(self._nbytes + PATTERN, pattern(self.me))
+        try:
+            self._library.register(address, nbytes, device)
+        except TransferError as error:
+            log.warning("KV goes to other hosts through host memory: %s", error)
+            self._library.close()
+            self._library, self._without = None, f"no library, as it cannot reach the GPU: {error}"
 
     def endpoint(self) -> bytes:
         library, name, nbytes = b"", "", 0
@@ -110,7 +146,8 @@ class AutoTransport:
         except msgspec.MsgspecError as error:
             raise TransferError(f"{peer} sent no auto endpoint: {error}") from error
         known = shm.decode(peer, there.shm)
-        reason = shm.why_unreachable(known)
+        device = self._shm.device
+        reason = shm.why_unreachable(known, device)
         if reason is None:
             self._shm.connect(peer, there.shm)
             chosen = _Peer(there, known, self._shm, "one host")
@@ -122,7 +159,10 @@ class AutoTransport:
 
     def describe(self, peer: str) -> str | None:
         known = self._peer(peer)
-        return None if known.way is None else f"{known.way.name} ({known.why})"
+        if known.way is None:
+            return None
+        staged = ", through pinned host memory" if known.way is self._tcp and self._shm.device is not None else ""
+        return f"{known.way.name} ({known.why}{staged})"
 
     def write(self, peer: str, spans: Sequence[Span], *, job: int) -> None:
         self._take(peer, spans, job, is_read=False)
@@ -165,7 +205,7 @@ class AutoTransport:
         if self._library is not None:
             self._library.close()
         self._tcp.close()  # before shm: it stands on the other's memory
-        self._view = memoryview(b"")
+        self._memory = HostAccess(memoryview(b""))
         self._shm.close()
         for peer, known in self._peers.items():
             self._outbox.put(*(JobFailed(job, peer, "transport closed") for _, job, _ in known.waiting))
@@ -182,7 +222,7 @@ class AutoTransport:
         self._library.connect(peer, there.library)
         ways: dict[str, Transport] = {self._library.name: self._library, "tcp": self._tcp}
         ours, theirs = Area(self._nbytes, self.me), Area(there.nbytes, known.me)
-        contest = Contest(peer, ways, self._view, ours, theirs, self._tries)
+        contest = Contest(peer, ways, self._memory, ours, theirs, self._tries)
         contest.start(time.monotonic())
         return _Peer(there, known, None, reason, contest)
 

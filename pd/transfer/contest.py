@@ -13,9 +13,12 @@ Rules
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
 
+from pd.transfer.device import Device, Move, Pinned, wait
 from pd.transfer.transport import Completion, JobDone, JobFailed, PeerLost, Span, TransferError, Transport
 
 WAY_S = 5.0
@@ -35,6 +38,54 @@ AREA_NBYTES = SCRATCH + _SMALL
 def pattern(me: str) -> bytes:
     """What stands in the area of that name."""
     return hashlib.shake_128(me.encode()).digest(_SMALL)
+
+
+class Access(Protocol):
+    """Our region, for whoever looks into it by hand."""
+
+    def get(self, offset: int, nbytes: int) -> bytes: ...
+
+    def put(self, offset: int, content: bytes) -> None: ...
+
+
+class HostAccess:
+    def __init__(self, view: memoryview) -> None:
+        self._view = view
+
+    def get(self, offset: int, nbytes: int) -> bytes:
+        return bytes(self._view[offset : offset + nbytes])
+
+    def put(self, offset: int, content: bytes) -> None:
+        self._view[offset : offset + len(content)] = content
+
+
+class DeviceAccess:
+    """A few times in a peer's life, from any thread: so each time anew."""
+
+    def __init__(self, address: int, device: Callable[[], Device]) -> None:
+        self._address = address
+        self._device = device
+
+    def get(self, offset: int, nbytes: int) -> bytes:
+        with self._staged(nbytes) as (device, pinned):
+            wait(device, device.copy([Move(pinned.address, self._address + offset, nbytes)]))
+            return bytes(pinned.view)
+
+    def put(self, offset: int, content: bytes) -> None:
+        with self._staged(len(content)) as (device, pinned):
+            pinned.view[:] = content
+            wait(device, device.copy([Move(self._address + offset, pinned.address, len(content))]))
+
+    @contextmanager
+    def _staged(self, nbytes: int) -> Iterator[tuple[Device, Pinned]]:
+        device = self._device()
+        device.enter()
+        pinned = device.pin(nbytes)
+        try:
+            yield device, pinned
+        finally:
+            device.unpin(pinned)
+            device.close()
 
 
 @dataclass(slots=True)
@@ -68,7 +119,7 @@ class _Trial:
 class Contest:
     peer: str
     ways: Mapping[str, Transport]
-    view: memoryview  # of our whole region with its area
+    memory: Access  # our whole region with its area
     ours: Area
     theirs: Area
     jobs: Iterator[int]  # numbers that nobody else uses
@@ -141,7 +192,7 @@ class Contest:
             case _:
                 spans, give = [Span(there + slot, here + SCRATCH, _SMALL)], trial.way.read
         if step in ("pattern", "proof"):
-            self._scratch()[:] = bytes(_SMALL)
+            self.memory.put(here + SCRATCH, bytes(_SMALL))
         try:
             give(self.peer, spans, job=trial.job)
         except TransferError as error:
@@ -163,6 +214,5 @@ class Contest:
         trial.fault = fault
         self._next_way(now)
 
-    def _scratch(self) -> memoryview:
-        start = self.ours.offset + SCRATCH
-        return self.view[start : start + _SMALL]
+    def _scratch(self) -> bytes:
+        return self.memory.get(self.ours.offset + SCRATCH, _SMALL)

@@ -15,6 +15,7 @@ import errno
 import os
 import time
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 from pd.transfer.transport import Span
 
@@ -38,6 +39,14 @@ _libc.process_vm_writev.argtypes = [
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
+class Copies(Protocol):
+    def copy(self, src: int, dst: int, spans: Sequence[Span]) -> None:
+        """Copy, or begin to copy, one batch of `batches`. `src` and `dst` are the addresses that offsets count from."""
+
+    def finish(self) -> None:
+        """All that was begun is done."""
+
+
 class Copier:
     """Copies from one address to another; makes its choice once, when made."""
 
@@ -52,8 +61,10 @@ class Copier:
                 raise
             self.has_vectors = False
 
+    def finish(self) -> None:
+        """All is, always."""
+
     def copy(self, src: int, dst: int, spans: Sequence[Span]) -> None:
-        """Copy one batch of `batches`. `src` and `dst` are the addresses that offsets count from."""
         num_moved = 0
         if not self.has_vectors or not _is_small(spans):
             num_moved = self._copy_by_moves(src, dst, spans)

@@ -26,6 +26,7 @@ class FakeTransport:
     jobs stay in order. The same seed and calls give the same completions, all after 0 seconds."""
 
     name = "fake"
+    spare_nbytes = 0
 
     def __init__(self, *, me: str, seed: int, max_polls: int = 4, fail_rate: float = 0.0) -> None:
         self.me = me

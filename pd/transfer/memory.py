@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from pd.transfer.outbox import Outbox
-from pd.transfer.region import Region, check_spans, refuse_device
+from pd.transfer.region import Region, check_spans
 from pd.transfer.transport import Completion, JobDone, JobFailed, PeerLost, Span, TransferError
 
 MAX_JOBS = 4096
@@ -55,6 +55,7 @@ class MemoryTransport:
     """See `Transport`. `me` must be new to the hub: a restarted peer has another name."""
 
     name = "memory"
+    spare_nbytes = 0
 
     def __init__(self, *, me: str, hub: MemoryHub) -> None:
         self.me = me
@@ -69,7 +70,8 @@ class MemoryTransport:
         return self._join(Region.anonymous(nbytes)).view
 
     def register(self, address: int, nbytes: int, device: int | None = None) -> None:
-        refuse_device("memory", address, nbytes, device)
+        if device is not None:
+            raise TransferError(f"memory cannot reach the {nbytes} bytes of GPU {device} at {address:#x}")
         self._join(Region.at(address, nbytes))
 
     def endpoint(self) -> bytes:

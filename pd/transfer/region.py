@@ -13,10 +13,13 @@ from pd.transfer.transport import Span, TransferError
 class Region:
     """One piece of this process's memory. `view` and `address` are good until `close`."""
 
-    def __init__(self, memory: mmap.mmap | ctypes.Array[ctypes.c_char], nbytes: int) -> None:
+    def __init__(
+        self, memory: mmap.mmap | ctypes.Array[ctypes.c_char] | None, nbytes: int, *, address: int | None = None
+    ) -> None:
+        """`address` alone, without `memory`: of a GPU, where the processor cannot look."""
         self.nbytes = nbytes
-        self.view = memoryview(memory).cast("B")[:nbytes]
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        self.view = memoryview(memory).cast("B")[:nbytes] if memory is not None else memoryview(b"")
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(memory)) if memory is not None else address or 0
 
     @classmethod
     def anonymous(cls, nbytes: int) -> Region:
@@ -37,6 +40,12 @@ class Region:
         """Host memory that the caller made and keeps alive until `close`."""
         check_size(nbytes)
         return cls((ctypes.c_char * nbytes).from_address(address), nbytes)
+
+    @classmethod
+    def on_device(cls, address: int, nbytes: int) -> Region:
+        """GPU memory that the caller made and keeps alive until `close`. `view` is empty."""
+        check_size(nbytes)
+        return cls(None, nbytes, address=address)
 
     def close(self) -> None:
         """Let go. The memory goes with the last view of it: releasing the view instead would pull it from under
@@ -61,12 +70,3 @@ def check_spans(spans: Sequence[Span], *, src_nbytes: int, dst_nbytes: int) -> i
             )
         total += nbytes
     return total
-
-
-def refuse_device(backend: str, address: int, nbytes: int, device: int | None) -> None:
-    """For a backend that copies with the processor, which would fault on a GPU's addresses, or worse, not fault."""
-    if device is not None:
-        raise TransferError(
-            f"{backend} cannot reach the memory of GPU {device}: the KV pool of {nbytes} bytes at {address:#x}",
-            hint="--transfer nixl, which registers GPU memory: pip install nixl; pd doctor --only gpudirect",
-        )

@@ -2,7 +2,8 @@
 
 The region is a memfd, which no file system holds by a name, so nothing is left behind even after kill -9. A peer
 opens it through /proc/<pid>/fd/<fd> once host, container, process life and inode are seen to be the endpoint's.
-One more page behind the region tells writers that its owner has closed it.
+One more page behind the region tells writers that its owner has closed it. A region in a GPU's memory is shared by a
+handle of the GPU's runtime instead, and of the memfd only that page is left.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from collections.abc import Sequence
 
 import msgspec
 
+from pd.transfer.device import Device, Gpu, Shared
 from pd.transfer.host import Life, is_dead, this_life, why_elsewhere
 from pd.transfer.outbox import Outbox
-from pd.transfer.region import Region, check_size, check_spans, refuse_device
+from pd.transfer.region import Region, check_size, check_spans
 from pd.transfer.shm_worker import CLOSED, DOOR_NBYTES, Peer, ShmWorker, Source, Task, door_offset, open_source
-from pd.transfer.transport import Completion, Span, TransferError
+from pd.transfer.transport import Completion, RegistrationFailed, Span, TransferError
 
 MAX_JOBS = 4096
 """Waiting for one peer; more are refused. A step gives each peer a few, so this many means a stuck worker."""
@@ -32,15 +34,23 @@ class ShmEndpoint(msgspec.Struct, frozen=True, array_like=True, tag="shm"):
     me: str
     life: Life
     source: Source
+    card: Shared | None = None  # where the region is a GPU's: then `source` has no bytes of its own
+
+    @property
+    def nbytes(self) -> int:
+        return self.source.nbytes if self.card is None else self.card.nbytes
 
 
 class ShmTransport:
     """See `Transport`. `sever` cannot unmap our region from a peer: it answers True if the peer's death is proven."""
 
     name = "shm"
+    spare_nbytes = 0
 
     def __init__(self, *, me: str, outbox: Outbox | None = None) -> None:
         self.me = me
+        self.device: Device | None = None  # that holds our region; None: the host does
+        self._card: Shared | None = None
         self._life = this_life()
         self._outbox = outbox or Outbox()
         self.wake_fd = self._outbox.wake_fd
@@ -48,15 +58,44 @@ class ShmTransport:
         self._memory: mmap.mmap | None = None
         self._region: Region | None = None
         self._fd = -1
+        self._door = 0  # where it begins in the memfd
         self._worker: ShmWorker | None = None
         self._peers: dict[str, tuple[ShmEndpoint, Peer]] = {}
         self._severed: dict[str, Life | None] = {}
 
     def allocate(self, nbytes: int) -> memoryview:
         check_size(nbytes)
+        self._region = Region(self._share(nbytes), nbytes)
+        return self._region.view
+
+    def register(self, address: int, nbytes: int, device: int | None = None) -> None:
+        if device is None:
+            raise TransferError(
+                f"shm reaches memory that it allocates, not the {nbytes} bytes at {address:#x} made elsewhere"
+            )
+        self.register_on(Gpu(device), address, nbytes, number=device)
+
+    def register_on(
+        self, device: Device, address: int, nbytes: int, *, number: int, must_share: bool = True
+    ) -> None:
+        """Register memory of `device`, which is ours from here on. Raises RegistrationFailed where other processes
+        cannot open it, or, unless `must_share`, tells peers so."""
+        check_size(nbytes)
+        try:
+            self._card = device.share(address, nbytes)
+        except TransferError as error:
+            if must_share:
+                raise RegistrationFailed("shm", address, nbytes, device=number, reason=str(error)) from error
+            self._card = Shared.sealed(b"", 0, nbytes)
+        self._share(0)
+        self.device = device
+        self._region = Region.on_device(address, nbytes)
+
+    def _share(self, nbytes: int) -> mmap.mmap:
+        """A memfd of so many bytes and the door behind them."""
         if self._memory is not None:
             raise TransferError(f"{self.me} has a region already")
-        door = door_offset(nbytes)
+        door = self._door = door_offset(nbytes)
         fd = os.memfd_create("pd-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, door + DOOR_NBYTES)
@@ -66,37 +105,34 @@ class ShmTransport:
             os.close(fd)
             raise TransferError(f"cannot allocate a region of {nbytes} bytes: {error}") from error
         self._fd = fd
-        self._region = Region(self._memory, nbytes)
-        return self._region.view
-
-    def register(self, address: int, nbytes: int, device: int | None = None) -> None:
-        refuse_device("shm", address, nbytes, device)
-        raise TransferError(
-            f"shm reaches memory that it allocates, not the {nbytes} bytes at {address:#x} made elsewhere"
-        )
+        return self._memory
 
     def endpoint(self) -> bytes:
         region = self._own_region()
-        source = Source(self._fd, os.fstat(self._fd).st_ino, region.nbytes)
-        return msgspec.msgpack.encode(ShmEndpoint(self.me, self._life, source))
+        nbytes = region.nbytes if self._card is None else 0
+        source = Source(self._fd, os.fstat(self._fd).st_ino, nbytes)
+        return msgspec.msgpack.encode(ShmEndpoint(self.me, self._life, source, self._card))
 
     def connect(self, peer: str, endpoint: bytes) -> None:
         there = decode(peer, endpoint)
         region = self._own_region()
         if (reason := why_elsewhere(there.life, self._life)) is not None:
             raise TransferError(f"shm cannot reach {peer}: it runs {reason}")
+        if (there.card is None) != (self._card is None):
+            ours, theirs = ("on a GPU" if card else "in host memory" for card in (self._card, there.card))
+            raise TransferError(f"shm cannot reach {peer}: its KV is {theirs}, ours {ours}; tcp can")
         if peer in self._severed or there.me in self._severed:
             raise TransferError(f"{peer} was severed; a new life of it has a new name")
         if peer in self._peers and not self._peers[peer][1].is_gone:
             return
         if self._worker is None:
-            self._worker = ShmWorker(region.address, self._outbox)
-        known = Peer(peer, there.life, there.source)
+            self._worker = ShmWorker(region.address, self._outbox, self.device)
+        known = Peer(peer, there.life, there.source, there.card)
         self._worker.add(known)
         self._peers[peer] = (there, known)
 
     def describe(self, peer: str) -> str | None:
-        return f"{self.name} (one host)"
+        return f"{self.name} (one host)" if self._card is None else f"{self.name} (GPU to GPU on one host)"
 
     def write(self, peer: str, spans: Sequence[Span], *, job: int) -> None:
         self._take(peer, spans, job, is_read=False)
@@ -123,10 +159,13 @@ class ShmTransport:
             self._worker = None
         self._peers.clear()
         if self._memory is not None and self._region is not None:
-            self._memory[door_offset(self._region.nbytes)] = CLOSED
+            self._memory[self._door] = CLOSED
             self._region.close()
             os.close(self._fd)
             self._memory = self._region = None
+        if self.device is not None:
+            self.device.close()
+            self.device = None
         if self._owns_outbox:
             self._outbox.close()
 
@@ -140,7 +179,7 @@ class ShmTransport:
         endpoint, known = self._peers.get(peer, (None, None))
         if endpoint is None or known is None or self._worker is None:
             raise TransferError(f"unknown peer {peer}")
-        theirs = endpoint.source.nbytes
+        theirs = endpoint.nbytes
         src, dst = (theirs, ours) if is_read else (ours, theirs)
         nbytes = check_spans(spans, src_nbytes=src, dst_nbytes=dst)
         task = Task(job, tuple(spans), is_read, nbytes, time.monotonic())
@@ -155,18 +194,23 @@ def decode(peer: str, endpoint: bytes) -> ShmEndpoint:
         there = msgspec.msgpack.decode(endpoint, type=ShmEndpoint)
     except msgspec.MsgspecError as error:
         raise TransferError(f"{peer} sent no shm endpoint: {error}") from error
-    if there.life.pid < 1 or there.source.fd < 0 or there.source.nbytes < 1:
+    is_odd = there.card is not None and (there.source.nbytes > 0 or not there.card.is_sound)
+    if there.life.pid < 1 or there.source.fd < 0 or there.nbytes < 1 or is_odd:
         raise TransferError(f"{peer} sent a broken shm endpoint: {there}")
     return there
 
 
-def why_unreachable(there: ShmEndpoint) -> str | None:
-    """Why this process cannot map that region, for a person; None where it can."""
+def why_unreachable(there: ShmEndpoint, device: Device | None) -> str | None:
+    """Why this process cannot map that region, for a person; None where it can. `device` holds its own."""
     reason = why_elsewhere(there.life, this_life())
     if reason is not None:
         return reason
     try:
         os.close(open_source(there.life.pid, there.source))
-    except OSError as error:
+        if there.card is not None and device is not None:
+            device.shut(device.open(there.card))
+    except (OSError, TransferError) as error:
         return f"its memory cannot be opened: {error}"
+    if (there.card is None) != (device is None):
+        return "on this host, but its KV is on a GPU" if there.card else "on this host, but its KV is in host memory"
     return None

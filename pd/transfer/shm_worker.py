@@ -22,7 +22,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from pd.transfer.copying import Copier, batches, populate
+from pd.transfer.copying import Copier, Copies, batches, populate
+from pd.transfer.device import Device, DeviceCopier, Opened, Shared
 from pd.transfer.host import Life, has_ended, watch
 from pd.transfer.outbox import Outbox
 from pd.transfer.transport import Completion, JobDone, JobFailed, PeerLost, Span, TransferError
@@ -54,8 +55,9 @@ class Task(NamedTuple):
 
 class _Mapping(NamedTuple):
     memory: mmap.mmap
-    address: int
+    address: int  # of the region
     pidfd: int
+    opened: Opened | None  # on a GPU
 
 
 @dataclass(slots=True, eq=False)
@@ -65,6 +67,7 @@ class Peer:
     name: str
     life: Life
     source: Source
+    card: Shared | None = None
     tasks: deque[Task] = field(default_factory=deque)
     lock: threading.Lock = field(default_factory=threading.Lock)
     cut_reason: str | None = None
@@ -100,11 +103,12 @@ class Peer:
 
 
 class ShmWorker:
-    def __init__(self, address: int, outbox: Outbox) -> None:
-        """`address` is our region's."""
+    def __init__(self, address: int, outbox: Outbox, device: Device | None = None) -> None:
+        """`address` is our region's, on `device` if there is one."""
         self._address = address
         self._outbox = outbox
-        self._copier = Copier()
+        self._device = device
+        self._copier: Copies = Copier() if device is None else DeviceCopier(device)
         self._arrivals: deque[Peer] = deque()
         self._peers: list[Peer] = []
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -139,6 +143,8 @@ class ShmWorker:
 
     def _run(self) -> None:
         try:
+            if self._device is not None:
+                self._device.enter()
             while self._stop_reason is None:
                 self._turn()
         finally:  # an error ends the thread, but nobody waits for it in vain
@@ -161,20 +167,23 @@ class ShmWorker:
 
     def _admit(self, peer: Peer) -> None:
         self._peers.append(peer)
-        pidfd = None
+        pidfd = opened = None
         try:
             pidfd = watch(peer.life)
             if pidfd is None:
                 self._lose(peer, f"process {peer.life.pid} of {peer.name} ended")
                 return
+            if self._device is not None and peer.card is not None:
+                opened = self._device.open(peer.card)
             memory = _map(peer.life.pid, peer.source)
-        except OSError as error:
+        except (OSError, TransferError) as error:
             if pidfd is not None:
                 os.close(pidfd)
+            self._shut(opened)
             self._lose(peer, f"cannot map the region of {peer.name}: {error}")
             return
-        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        peer.mapping = _Mapping(memory, address, pidfd)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory)) if opened is None else opened.address
+        peer.mapping = _Mapping(memory, address, pidfd, opened)
         self._epoll.register(pidfd, select.EPOLLIN)
 
     def _look_after(self, peer: Peer) -> None:
@@ -190,10 +199,15 @@ class ShmWorker:
         assert peer.mapping is not None
         ours, theirs = self._address, peer.mapping.address
         src, dst = (theirs, ours) if task.is_read else (ours, theirs)
-        for batch in batches(task.spans):
-            if peer.cut_reason is not None or self._stop_reason is not None:
-                return  # it is failed with the rest of what waits
-            self._copier.copy(src, dst, batch)
+        try:
+            for batch in batches(task.spans):
+                if peer.cut_reason is not None or self._stop_reason is not None:
+                    return  # it is failed with the rest of what waits
+                self._copier.copy(src, dst, batch)
+            self._copier.finish()
+        except TransferError as error:  # the GPU's
+            self._lose(peer, str(error))
+            return
         if (reason := peer.loss()) is not None:
             self._lose(peer, reason)
             return
@@ -209,16 +223,23 @@ class ShmWorker:
             self._epoll.unregister(peer.mapping.pidfd)
             os.close(peer.mapping.pidfd)
             peer.mapping.memory.close()
+            self._shut(peer.mapping.opened)
             peer.mapping = None
         if peer in self._peers:
             self._peers.remove(peer)
         self._outbox.put(*said)
         peer.has_left.set()
 
+    def _shut(self, opened: Opened | None) -> None:
+        if self._device is not None and opened is not None:
+            with contextlib.suppress(TransferError):  # its owner is gone
+                self._copier.finish()
+                self._device.shut(opened)
+
     def _populate_some(self) -> None:
         for peer in self._peers:
             nbytes = min(_POPULATE_NBYTES, peer.source.nbytes - peer.num_populated)
-            if peer.mapping is not None and nbytes > 0:
+            if peer.mapping is not None and nbytes > 0:  # never of a GPU's, whose source has none
                 populate(peer.mapping.address + peer.num_populated, nbytes)
                 peer.num_populated += nbytes
                 return

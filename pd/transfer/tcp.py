@@ -15,8 +15,10 @@ from collections.abc import Sequence
 import msgspec
 
 from pd.transfer.address import numeric_address
+from pd.transfer.device import Device, Gpu
 from pd.transfer.outbox import Outbox
-from pd.transfer.region import Region, check_spans, refuse_device
+from pd.transfer.region import Region, check_spans
+from pd.transfer.tcp_ends import Ends, HostEnds, StagedEnds
 from pd.transfer.tcp_frames import MAX_NAME_NBYTES, SECRET_NBYTES, mixed
 from pd.transfer.tcp_lane import Ours, TcpEndpoint, TcpLimits, decode
 from pd.transfer.tcp_link import Mux
@@ -34,6 +36,7 @@ class TcpTransport:
     """See `Transport`. `sever` ends the peer's connections on the thread that reads them, so it answers True."""
 
     name = "tcp"
+    spare_nbytes = 0
 
     def __init__(
         self,
@@ -55,6 +58,7 @@ class TcpTransport:
         self._outbox = outbox or Outbox()
         self.wake_fd = self._outbox.wake_fd
         self._owns_outbox = outbox is None
+        self._device: Device | None = None
         self._secret = secrets.token_bytes(SECRET_NBYTES)
         self._loop: TcpLoop | None = None
         self._ours: Ours | None = None
@@ -65,8 +69,15 @@ class TcpTransport:
         return self._open(Region.anonymous(nbytes)).view
 
     def register(self, address: int, nbytes: int, device: int | None = None) -> None:
-        refuse_device("tcp", address, nbytes, device)
-        self._open(Region.at(address, nbytes))
+        if device is None:
+            self._open(Region.at(address, nbytes))
+        else:
+            self.register_on(Gpu(device), address, nbytes)
+
+    def register_on(self, device: Device, address: int, nbytes: int) -> None:
+        """Register memory of `device`, which is ours from here on."""
+        self._device = device
+        self._open(Region.on_device(address, nbytes))
 
     def endpoint(self) -> bytes:
         nbytes = self._running()[1].region.nbytes
@@ -88,7 +99,7 @@ class TcpTransport:
         loop.do(begin)
 
     def describe(self, peer: str) -> str | None:
-        return self.name
+        return self.name if self._device is None else f"{self.name} (through pinned host memory)"
 
     def write(self, peer: str, spans: Sequence[Span], *, job: int) -> None:
         self._take(peer, spans, job, is_read=False)
@@ -120,6 +131,9 @@ class TcpTransport:
             self._loop.stop()
             self._ours.region.close()
             self._loop = self._ours = None
+        if self._device is not None:
+            self._device.close()
+            self._device = None
         self._peers.clear()
         if self._owns_outbox:
             self._outbox.close()
@@ -137,8 +151,15 @@ class TcpTransport:
             listener.close()
             raise TransferError(f"cannot listen on {self._address}: {error}") from error
         self._port = listener.getsockname()[1]
-        self._ours = Ours(region, self._outbox, Mux(), self._limits, self._key)
+        device = self._device
+
+        def ends() -> Ends:
+            return HostEnds(region) if device is None else StagedEnds(region, device)
+
+        self._ours = Ours(region, ends, self._outbox, Mux(), self._limits, self._key)
         self._loop = TcpLoop(listener, mixed(self._secret, self._key), self._ours)
+        if device is not None:
+            self._loop.do(lambda now: device.enter())
         return region
 
     def _running(self) -> tuple[TcpLoop, Ours]:

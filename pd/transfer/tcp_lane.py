@@ -9,7 +9,7 @@ import secrets
 import socket
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,6 +17,7 @@ import msgspec
 
 from pd.transfer.outbox import Outbox
 from pd.transfer.region import Region
+from pd.transfer.tcp_ends import Ends
 from pd.transfer.tcp_frames import (
     HEADER_NBYTES,
     MAX_ENTRIES,
@@ -65,6 +66,8 @@ class Ours:
     """What a peer needs of its transport."""
 
     region: Region
+    ends: Callable[[], Ends]
+    """Makes those of one connection."""
     outbox: Outbox
     mux: Mux
     limits: TcpLimits
@@ -102,12 +105,12 @@ class Lane:
         self.index = index
         self.is_up = False
         self._peer = peer
-        self._reads: deque[tuple[Frame, list[memoryview]]] = deque()
+        self._reads: deque[tuple[Frame, list[Entry]]] = deque()
         self._header = bytearray(HEADER_NBYTES)
         family = socket.AF_INET6 if ":" in peer.there.host else socket.AF_INET
         sock = socket.socket(family, socket.SOCK_STREAM)
         try:
-            self.link = Link(sock, is_connecting=True, checks_reset=False)
+            self.link = Link(sock, peer.ours.ends(), is_connecting=True, checks_reset=False)
             with contextlib.suppress(BlockingIOError):
                 sock.connect((peer.there.host, peer.there.port))
         except OSError:
@@ -138,14 +141,13 @@ class Lane:
         for start in range(0, max(len(spans), 1), MAX_ENTRIES):
             part = spans[start : start + MAX_ENTRIES]
             nbytes, is_last = sum(span.nbytes for span in part), start + MAX_ENTRIES >= len(spans)
-            view = self._peer.ours.region.view
             if is_read:
                 frame = Frame(Kind.READ, is_last, len(part), ticket, nbytes)
                 self.link.queue([pack(frame, [Entry(span.src, span.nbytes) for span in part])])
-                self._reads.append((frame, [view[span.dst : span.dst + span.nbytes] for span in part]))
+                self._reads.append((frame, [Entry(span.dst, span.nbytes) for span in part]))
             else:
                 frame = Frame(Kind.WRITE, is_last, len(part), ticket, nbytes)
-                self.link.queue(_write_pieces(frame, part, view))
+                self.link.queue(_write_pieces(frame, part, self.link.ends))
         self._peer.ours.mux.touch(self)
 
     def _expect_header(self) -> None:
@@ -210,7 +212,7 @@ class Lane:
             self._expect_header()
 
         if pieces:
-            self.link.expect(pieces, filled)
+            self.link.take_in(pieces, filled)
         else:
             filled()
 
@@ -240,7 +242,6 @@ def decode(peer: str, endpoint: bytes) -> TcpEndpoint:
     return there
 
 
-def _write_pieces(frame: Frame, spans: Sequence[Span], view: memoryview) -> Iterator[memoryview | bytes]:
+def _write_pieces(frame: Frame, spans: Sequence[Span], ends: Ends) -> Iterator[memoryview | bytes]:
     yield pack(frame, [Entry(span.dst, span.nbytes) for span in spans])
-    for src, _, nbytes in spans:
-        yield view[src : src + nbytes]
+    yield from ends.out([(src, nbytes) for src, _, nbytes in spans])

@@ -14,8 +14,10 @@ import selectors
 import socket
 import struct
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
+
+from pd.transfer.tcp_ends import Ends, Piece
 
 _PIECES = 256
 """Of one system call; a piece of a page is mostly over 100 KB, so this is rarely the limit."""
@@ -26,14 +28,17 @@ _CALLS = 4
 class Link:
     """A connected or connecting socket. What comes in is asked for by `expect`, what goes out is queued."""
 
-    def __init__(self, sock: socket.socket, *, is_connecting: bool, checks_reset: bool) -> None:
-        """`checks_reset`: once the other end has aborted, take nothing more from the kernel's buffer either."""
+    def __init__(self, sock: socket.socket, ends: Ends, *, is_connecting: bool, checks_reset: bool) -> None:
+        """`ends` are the link's, which closes them. `checks_reset`: once the other end has aborted, take nothing more
+        from the kernel's buffer either."""
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for option, value in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3)):
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self.sock = sock
+        self.ends = ends
+        self._max_window = min(_PIECES, ends.window or _PIECES)
         self.is_connecting = is_connecting
         self._checks_reset = checks_reset
         self._queue: deque[Iterator[memoryview]] = deque()
@@ -66,6 +71,10 @@ class Link:
         """Fill these next, then call; `then` says what to expect after."""
         self._wanted.extend(pieces)
         self._then = then
+
+    def take_in(self, pieces: Sequence[Piece], then: Callable[[], None]) -> None:
+        """Fill these pieces of the region next, then call."""
+        self.ends.take_in(pieces, self.expect, then)
 
     def finish_connecting(self) -> None:
         """Raises OSError if the connection did not come about."""
@@ -117,9 +126,10 @@ class Link:
         self._queue.clear()
         self._window.clear()
         self._wanted.clear()
+        self.ends.close()
 
     def _fill_window(self) -> None:
-        while self._queue and len(self._window) < _PIECES:
+        while self._queue and len(self._window) < self._max_window:
             piece = next(self._queue[0], None)
             if piece is None:
                 self._queue.popleft()

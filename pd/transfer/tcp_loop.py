@@ -32,6 +32,7 @@ class TcpLoop:
     def __init__(self, listener: socket.socket, secret: bytes, ours: Ours) -> None:
         self.secret = secret
         self.region = ours.region
+        self.ends = ours.ends
         self.mux = ours.mux
         self.limits = ours.limits
         self.peers: list[Peer] = []

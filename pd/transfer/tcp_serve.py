@@ -9,10 +9,11 @@ import hmac
 import logging
 import secrets
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from pd.transfer.region import Region
+from pd.transfer.tcp_ends import Ends
 from pd.transfer.tcp_frames import (
     ENTRY_NBYTES,
     HEADER_NBYTES,
@@ -45,6 +46,7 @@ class House(Protocol):
 
     secret: bytes  # tied to the cluster's key
     region: Region
+    ends: Callable[[], Ends]
     mux: Mux
 
     def admit(self, served: Served, generation: int) -> str | None:
@@ -58,7 +60,7 @@ class Served:
     """A `Session`. `deadline` is when to end it unless it got on; None: it may stay."""
 
     def __init__(self, sock: socket.socket, house: House, *, deadline: float) -> None:
-        self.link = Link(sock, is_connecting=False, checks_reset=True)
+        self.link = Link(sock, house.ends(), is_connecting=False, checks_reset=True)
         self.name: str | None = None  # the initiator's `me`, once admitted
         self.deadline: float | None = deadline
         self._house = house
@@ -144,9 +146,7 @@ class Served:
             self.link.queue(self._data(data, entries))
             self._expect_header()
         elif entries:
-            view = self._house.region.view
-            pieces = [view[offset : offset + nbytes] for offset, nbytes in entries]
-            self.link.expect(pieces, lambda: self._on_payload(frame))
+            self.link.take_in(entries, lambda: self._on_payload(frame))
         else:
             self._on_payload(frame)
 
@@ -157,9 +157,7 @@ class Served:
 
     def _data(self, frame: Frame, entries: Sequence[Entry]) -> Iterator[memoryview]:
         yield memoryview(pack(frame))
-        view = self._house.region.view
-        for offset, nbytes in entries:
-            yield view[offset : offset + nbytes]
+        yield from self.link.ends.out(entries)
 
     def _answer(self, frame: Frame) -> None:
         self.link.queue([pack(frame)])

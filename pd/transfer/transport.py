@@ -36,11 +36,12 @@ class RegistrationFailed(TransferError):
         where = "host memory" if device is None else f"GPU {device}"
         super().__init__(
             f"{backend} cannot register the KV pool, {nbytes} bytes of {where} at {address:#x}: {reason}",
-            hint=_LIKELY_HOST if device is None else _LIKELY_GPU,
+            hint=_LIKELY_HOST if device is None else _LIKELY_SHARED if backend == "shm" else _LIKELY_GPU,
         )
 
 
 _LIKELY_HOST = "most often the limit of locked memory: pd doctor --only machine.memlock,rdma"
+_LIKELY_SHARED = "--transfer tcp goes through host memory; PyTorch's expandable segments cannot be shared"
 _LIKELY_GPU = "most often GPUDirect is missing (nvidia-peermem, or dma-buf): pd doctor --only gpudirect,rdma"
 
 
@@ -85,6 +86,8 @@ class Transport(Protocol):
 
     name: str
     wake_fd: int
+    spare_nbytes: int
+    """At the end of what is given to `register`: the caller leaves them to the transport."""
 
     def allocate(self, nbytes: int) -> memoryview:
         """Make and register the region: zeroed host memory that peers can reach. Called once. Freed by `close`."""

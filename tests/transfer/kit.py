@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import importlib.util
 import json
+import mmap
 import os
 import random
 import select
@@ -27,6 +29,7 @@ from pd.transfer.shm import ShmTransport
 from pd.transfer.tcp import TcpTransport
 from pd.transfer.tcp_lane import TcpLimits
 from pd.transfer.transport import Completion, JobDone, JobFailed, PeerLost, Span, TransferError, Transport
+from tests.transfer.card import Card
 
 os.environ.setdefault("UCX_MODULES", "cma")
 """With the vendors' verbs libraries loaded, UCX crashes the process at its end; a rank ends without farewell."""
@@ -55,10 +58,14 @@ def backends(*names: str) -> list[ParameterSet]:
     return [pytest.param(name, marks=marks.get(name.partition("-")[0], ())) for name in names]
 
 
-SEVERS_THE_LIVING = ("memory", "tcp", "tcp3")
+SEVERS_THE_LIVING = ("memory", "tcp", "tcp3", "tcp-card")
 """The others cannot take back what a living peer may write."""
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+class CardAuto(AutoTransport):
+    gpu = Card
 
 
 class Net:
@@ -68,11 +75,24 @@ class Net:
         self.backend = backend
         self.hub = MemoryHub()
         self.made: list[Transport] = []
+        self.cards: list[mmap.mmap] = []  # memory of fake GPUs
 
     def make(self, me: str, nbytes: int, limits: TcpLimits | None = None) -> tuple[Transport, memoryview]:
         transport = self._new(me, limits)
         self.made.append(transport)
-        return transport, transport.allocate(nbytes)
+        if not self.backend.endswith("-card"):
+            return transport, transport.allocate(nbytes)
+        memory = mmap.mmap(-1, nbytes)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        match transport:
+            case TcpTransport():
+                transport.register_on(Card(0), address, nbytes)
+            case ShmTransport():
+                transport.register_on(Card(0), address, nbytes, number=0)
+            case _:
+                transport.register(address, nbytes, device=0)
+        self.cards.append(memory)
+        return transport, memoryview(memory)
 
     def pair(self, nbytes: int) -> tuple[Transport, memoryview, Transport, memoryview]:
         """Two transports that know each other as `a` and `b`."""
@@ -105,6 +125,12 @@ class Net:
                 return mooncake_transport(me=me, host="127.0.0.1", limits=library_limits)
             case "auto":
                 return AutoTransport(me=me)
+            case "tcp-card":
+                return TcpTransport(me=me, limits=limits)
+            case "shm-card":
+                return ShmTransport(me=me)
+            case "auto-card":
+                return CardAuto(me=me)
         raise ValueError(self.backend)
 
 

@@ -65,8 +65,10 @@ def make_pool(
         if device.type == "cpu":
             region = torch.frombuffer(transport.allocate(nbytes), dtype=torch.uint8)
         else:
-            region = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-            transport.register(region.data_ptr(), nbytes, region.device.index)
+            whole = torch.zeros(nbytes + transport.spare_nbytes, dtype=torch.uint8, device=device)
+            torch.cuda.synchronize(device)  # no peer's bytes before the zeros
+            transport.register(whole.data_ptr(), len(whole), whole.device.index)
+            region = whole[:nbytes]
     except (MemoryError, OSError, torch.OutOfMemoryError) as error:
         raise ConfigError(
             f"a KV pool of {shard.num_pages} pages, {nbytes / 2**20:.0f} MiB, is not to be had: {error}",
