@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Callable, Mapping
 
+from pd.transfer.host import rdma_devices
 from pd.transfer.library_transport import LibraryTransport
 from pd.transfer.outbox import Outbox
 from pd.transfer.transport import TransferError, Transport
@@ -77,7 +77,7 @@ def _at_hand(
         return None, "no library tried, as the devices given are tcp's"
     if key is not None:
         return None, "no library tried, as none can prove the cluster's key"
-    if not (names := _rdma_devices()):
+    if not (names := rdma_devices()):
         return None, "no library tried, as this host has no RDMA device"
     if importlib.util.find_spec("nixl") is not None:
         from pd.transfer.nixl import nixl_transport
@@ -88,10 +88,3 @@ def _at_hand(
 
         return (lambda outbox: mooncake_transport(me=me, host=host, protocol="rdma", outbox=outbox)), ""
     return None, f"neither nixl nor mooncake is installed, which would use {', '.join(names)}"
-
-
-def _rdma_devices() -> list[str]:
-    try:
-        return sorted(os.listdir("/sys/class/infiniband"))
-    except OSError:
-        return []

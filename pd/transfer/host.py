@@ -76,6 +76,14 @@ def watch(life: Life) -> int | None:
     return None
 
 
+def rdma_devices() -> list[str]:
+    """Names of this host's."""
+    try:
+        return sorted(os.listdir("/sys/class/infiniband"))
+    except OSError:
+        return []
+
+
 def has_ended(pidfd: int) -> bool:
     poller = select.poll()
     poller.register(pidfd, select.POLLIN)

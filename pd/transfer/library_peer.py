@@ -6,6 +6,8 @@ Rules
 2. The door is read after a job's last byte is in place: so a job is done only if the region still had its owner,
    whatever the library answered for memory that nobody keeps any more.
 3. The next job begins when the last one is done, as no library promises the order of two.
+4. A peer that is let go leaves behind what is still on its way. Only when that has ended is the library told to forget
+   the peer: before, it would free what it still reads.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from typing import NamedTuple
 
 from pd.transfer.copying import batches
 from pd.transfer.library import Copies, Library, LibraryEndpoint, LibraryLimits, Memory
+from pd.transfer.library_left import Leftover
 from pd.transfer.outbox import Outbox
 from pd.transfer.transport import Completion, JobDone, JobFailed, PeerLost, Span, TransferError
 
@@ -62,7 +65,8 @@ class Peer:
     cut_reason: str | None = None
     is_gone: bool = False
     pidfd: int | None = None
-    slate: Slate | None = None
+    meet_by: float = 0.0
+    slate: Slate | None = None  # None: not met yet
     _waiting: deque[Task] = field(default_factory=deque)
     _contact: object = None
     _is_up: bool = False
@@ -76,11 +80,6 @@ class Peer:
     def is_waiting(self) -> bool:
         """For something that a job needs."""
         return self._begun is not None or not self._is_up
-
-    @property
-    def is_looking(self) -> bool:
-        """The slate may still be written."""
-        return self._look is not None
 
     def give(self, task: Task) -> bool:
         """From any thread. False: it is gone, or too many wait."""
@@ -119,13 +118,13 @@ class Peer:
             return False
         return bool(self._open) or self._look is not None
 
-    def lose(self, reason: str, *, is_ours: bool) -> None:
+    def lose(self, reason: str, *, is_ours: bool, now: float) -> Leftover:
         """Fail every job, then tell of the loss unless we wanted it. Nothing of it is posted any more."""
         with self.lock:
             self.is_gone = True
             waiting = list(self._waiting)
             self._waiting.clear()
-        may_land = self._abandon()
+        left, may_land = self._abandon(now)
         said: list[Completion] = []
         if self._begun is not None:
             said.append(JobFailed(self._begun.task.job, self.name, reason, may_land))
@@ -135,21 +134,20 @@ class Peer:
         self._begun = None
         self.outbox.put(*said)
         self.has_left.set()
+        return left
 
-    def _abandon(self) -> bool:
-        """Whether bytes of what was on its way may still move."""
+    def _abandon(self, now: float) -> tuple[Leftover, bool]:
+        """What it leaves behind, and whether bytes of what was on its way may still move."""
         may_land = False
         for batch in self._open:
             try:
                 may_land |= not self.library.is_done(batch)
             except TransferError:
                 may_land = True  # it failed, which says nothing of the bytes that the network has
-        if self._contact is not None:
-            self.library.part(self._contact)
-        for batch in (*self._open, *([self._look] if self._look is not None else [])):
-            self.library.release(batch)
+        batches = [*self._open, *([self._look] if self._look is not None else [])]
+        left = Leftover(self.library, self._contact, batches, now)
         self._open, self._look, self._contact = [], None, None
-        return may_land
+        return left, may_land
 
     def _reap(self) -> bool:
         still_open = []

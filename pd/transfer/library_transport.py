@@ -12,7 +12,8 @@ import os
 import time
 from collections.abc import Callable, Sequence
 
-from pd.transfer.host import is_dead, this_life, why_elsewhere
+from pd.transfer.device import Device, Gpu
+from pd.transfer.host import is_dead, rdma_devices, this_life, why_elsewhere
 from pd.transfer.library import NONCE_NBYTES, Library, LibraryEndpoint, LibraryLimits, Memory, decode, encode
 from pd.transfer.library_peer import DOOR_NBYTES, Peer, Task, write_door
 from pd.transfer.library_worker import MAX_PEERS, LibraryWorker
@@ -31,6 +32,8 @@ _SLATE_OFFSET = 4096  # in the page behind our door
 class LibraryTransport:
     """See `Transport`. `sever` answers True if the peer's death is proven, which is so on one host only."""
 
+    spare_nbytes = 0
+
     def __init__(
         self,
         *,
@@ -38,6 +41,7 @@ class LibraryTransport:
         start: Callable[[str], Library],
         limits: LibraryLimits | None = None,
         outbox: Outbox | None = None,
+        gpu: Callable[[int], Device] = Gpu,
     ) -> None:
         """`start` makes the library's end under a name that no other life has. Raises TransferError, as it does."""
         self.me = me
@@ -57,6 +61,8 @@ class LibraryTransport:
         self._worker: LibraryWorker | None = None
         self._peers: dict[str, Peer] = {}
         self._severed: dict[str, LibraryEndpoint | None] = {}
+        self._gpu = gpu
+        self._is_closed = False
 
     def allocate(self, nbytes: int) -> memoryview:
         self._refuse_second()
@@ -90,7 +96,13 @@ class LibraryTransport:
         self._peers[peer] = known
 
     def describe(self, peer: str) -> str | None:
-        return self.name
+        known = self._peers.get(peer)
+        if known is None:
+            raise TransferError(f"unknown peer {peer}")
+        if known.is_near:
+            return f"{self.name} (one host)"
+        means = "RDMA" if rdma_devices() else "no RDMA device here: tcp is faster, and a peer's death harms none but it"
+        return f"{self.name} (another host; {means})"
 
     def write(self, peer: str, spans: Sequence[Span], *, job: int) -> None:
         self._take(peer, spans, job, is_read=False)
@@ -120,7 +132,9 @@ class LibraryTransport:
                 time.sleep(self._limits.look_s * _LINGER)  # still served: idle peers see the door, and leave first
             self._worker.stop("transport closed")
             self._worker = None
-        self._library.close()
+        elif not self._is_closed:
+            self._library.close()  # nobody ever used it
+        self._is_closed = True
         self._peers.clear()
         if self._region is not None:
             self._region.close()
@@ -135,7 +149,10 @@ class LibraryTransport:
         self._region, self._memory, self._nbytes = region, memory, nbytes
         write_door(memoryview(self._door), self._nonce, is_open=True)
         self._contact = self._library.contact()
-        self._worker = LibraryWorker(self._library, memoryview(self._door)[_SLATE_OFFSET:], door + _SLATE_OFFSET)
+        slate = memoryview(self._door)[_SLATE_OFFSET:]
+        keeps = (self._door, region.view if region is not None else None)
+        enter = None if memory.device is None else self._gpu(memory.device).enter
+        self._worker = LibraryWorker(self._library, slate, door + _SLATE_OFFSET, keeps=keeps, enter=enter)
 
     def _door_address(self) -> int:
         return ctypes.addressof(ctypes.c_char.from_buffer(self._door))

@@ -2,6 +2,9 @@
 
 It never waits for a peer: what is not done is asked again, at first at once, then every 50 µs, as a sleep costs the
 end of a small job more than a few calls cost the processor.
+
+What is still on its way to a peer that was let go is looked after until it ends. The library is closed by this thread,
+and only then: a library that is closed, or told to forget a peer, under a write of its own reads memory it has freed.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from collections.abc import Callable
 
 from pd.transfer.host import has_ended, watch
 from pd.transfer.library import Library
+from pd.transfer.library_left import Leftovers
 from pd.transfer.library_peer import DOOR_NBYTES, Peer, Slate
 from pd.transfer.transport import TransferError
 
@@ -32,19 +36,37 @@ _TENDED_S = 500e-6
 """Of the processor: a call that finds nothing takes 4 to 20 µs, of a hundred one up to 200."""
 _FINISH_S = 0.2
 """UCX over TCP once aborted the process, in hundreds of ends, when one end went while a read was on its way."""
+_JOIN_S = 2.0
+"""For the library to close, which takes Mooncake a second."""
 _SETTLE_S = 0.05
 """What a dead process left in this host's network buffers is there within microseconds; then it must be taken in."""
 
 
 class LibraryWorker:
-    def __init__(self, library: Library, slate: memoryview, slate_address: int) -> None:
-        """`slate` is registered memory of MAX_PEERS × DOOR_NBYTES."""
+    def __init__(
+        self,
+        library: Library,
+        slate: memoryview,
+        slate_address: int,
+        *,
+        keeps: object,
+        enter: Callable[[], None] | None = None,
+    ) -> None:
+        """`slate` is registered memory of MAX_PEERS × DOOR_NBYTES. `keeps` holds all that is registered. `enter` makes
+        the thread one of a GPU: in a thread without, UCX leaves out its way from GPU to GPU and says nothing.
+
+        From here on the library is the worker's, who closes it.
+        """
         self._library = library
         self._slate, self._slate_address = slate, slate_address
+        self._keeps = keeps
+        self._enter = enter
         self._free_lines = list(range(MAX_PEERS))
         self._lines: dict[Peer, int] = {}
         self._errands: deque[Callable[[], None]] = deque()
         self._peers: list[Peer] = []
+        self._left = Leftovers()
+        self._has_said = threading.Event()  # all that will be
         self._warm_until = time.monotonic() + _WARM_S
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll = select.epoll()
@@ -55,7 +77,7 @@ class LibraryWorker:
 
     def add(self, peer: Peer) -> None:
         """Raises TransferError if the thread failed."""
-        if not self._thread.is_alive():
+        if self._has_said.is_set():
             raise TransferError(f"the thread of {self._library.name} failed")
         self._errands.append(lambda: self._admit(peer))
         self.ring()
@@ -86,17 +108,24 @@ class LibraryWorker:
         os.eventfd_write(self._wake, 1)
 
     def stop(self, reason: str) -> None:
-        """Fail everything and end the thread; nobody may call anything after."""
+        """Fail everything and end the thread; nobody may call anything after.
+
+        Where the library has something on its way to a peer that does not answer, the thread outlasts this call by as
+        long as that takes.
+        """
         self._stop_reason = reason
         self.ring()
-        self._thread.join()
-        self._slate.release()
+        while not self._has_said.wait(_FINISH_S) and self._thread.is_alive():
+            pass  # a call into the library takes as long as a batch does
         self._epoll.close()
         os.close(self._wake)
+        self._thread.join(_JOIN_S)
 
     def _run(self) -> None:
         num_idle = 0
         try:
+            if self._enter is not None:
+                self._enter()
             while self._stop_reason is None:
                 num_idle = 0 if self._turn() else num_idle + 1
                 self._rest(num_idle)
@@ -107,6 +136,8 @@ class LibraryWorker:
             self._finish()
             for peer in list(self._peers):
                 self._lose(peer, reason, is_ours=self._stop_reason is not None)
+            self._has_said.set()
+            self._outlast()
 
     def _finish(self) -> None:
         """Let end what is on its way, for a short while."""
@@ -116,12 +147,24 @@ class LibraryWorker:
                 self._library.tend()
             time.sleep(_NAP_S)
 
+    def _outlast(self) -> None:
+        """Close the library once nothing of ours is on its way any more."""
+        while self._left:
+            self._free_lines += self._left.clear(time.monotonic())
+            if self._library.tend_s is not None:
+                self._library.tend()
+            time.sleep(self._library.tend_s or _NAP_S)
+        self._library.close()
+        self._slate.release()
+        self._keeps = None
+
     def _turn(self) -> bool:
         """Whether anything moved."""
         while self._errands:
             self._errands.popleft()()
         began = time.monotonic()
         moved = False
+        self._free_lines += self._left.clear(began)
         for peer in list(self._peers):
             moved |= self._look_after(peer)
         if self._library.tend_s is not None:
@@ -129,7 +172,7 @@ class LibraryWorker:
             self._library.tend()
             if time.thread_time() - before > _TENDED_S:
                 self._warm_until = began + _WARM_S
-        if any(peer.is_waiting for peer in self._peers):
+        if self._left or any(peer.is_waiting for peer in self._peers):
             self._warm_until = began + _WARM_S
         return moved
 
@@ -149,27 +192,27 @@ class LibraryWorker:
 
     def _admit(self, peer: Peer) -> None:
         self._peers.append(peer)
+        peer.meet_by = time.monotonic() + peer.limits.connect_s
         try:
-            self._watch(peer)
-            if not self._free_lines:
-                raise TransferError(f"{MAX_PEERS} peers are connected already")
-            line = self._lines[peer] = self._free_lines.pop()
-            view = self._slate[line * DOOR_NBYTES : (line + 1) * DOOR_NBYTES]
-            peer.meet(Slate(self._slate_address + line * DOOR_NBYTES, view), time.monotonic())
+            if (pidfd := _watched(peer)) is not None:
+                peer.pidfd = pidfd
+                self._epoll.register(pidfd, select.EPOLLIN)
+            self._meet(peer, time.monotonic())
         except TransferError as error:
             self._lose(peer, str(error))
 
-    def _watch(self, peer: Peer) -> None:
-        """On one host its end is seen at once, whatever the library notices."""
-        if not peer.is_near:
-            return
-        try:
-            peer.pidfd = watch(peer.there.life)
-        except OSError as error:
-            raise TransferError(f"cannot watch the process of {peer.name}: {error}") from error
-        if peer.pidfd is None:
-            raise TransferError(f"process {peer.there.life.pid} of {peer.name} ended")
-        self._epoll.register(peer.pidfd, select.EPOLLIN)
+    def _meet(self, peer: Peer, now: float) -> bool:
+        """Whether it was met: not while something is left of an earlier acquaintance. Raises TransferError."""
+        if self._left.has(peer.there.contact):
+            if now > peer.meet_by:
+                raise TransferError(f"what was on its way to {peer.name} has not ended in {peer.limits.connect_s:g} s")
+            return False
+        if not self._free_lines:
+            raise TransferError(f"{MAX_PEERS} peers are connected already")
+        line = self._lines[peer] = self._free_lines.pop()
+        view = self._slate[line * DOOR_NBYTES : (line + 1) * DOOR_NBYTES]
+        peer.meet(Slate(self._slate_address + line * DOOR_NBYTES, view), now)
+        return True
 
     def _look_after(self, peer: Peer) -> bool:
         if peer.cut_reason is not None:
@@ -179,7 +222,8 @@ class LibraryWorker:
             self._lose(peer, f"process {peer.there.life.pid} of {peer.name} ended")
             return True
         try:
-            return peer.advance(time.monotonic())
+            now = time.monotonic()
+            return self._meet(peer, now) if peer.slate is None else peer.advance(now)
         except TransferError as error:
             self._lose(peer, str(error))
             return True
@@ -190,9 +234,22 @@ class LibraryWorker:
             self._epoll.unregister(peer.pidfd)
             os.close(peer.pidfd)
             peer.pidfd = None
-        line = self._lines.pop(peer, None)
-        if line is not None and not peer.is_looking:  # else a late answer would be read as another peer's
-            self._free_lines.append(line)
-        peer.lose(reason, is_ours=is_ours)
+        now = time.monotonic()
+        left = peer.lose(reason, is_ours=is_ours, now=now)
+        self._left.add(left, line=self._lines.pop(peer, None), contact=peer.there.contact)
         if peer.slate is not None:
             peer.slate.view.release()
+        self._free_lines += self._left.clear(now)
+
+
+def _watched(peer: Peer) -> int | None:
+    """A pidfd: on one host a peer's end is seen at once, whatever the library notices. Raises TransferError."""
+    if not peer.is_near:
+        return None
+    try:
+        pidfd = watch(peer.there.life)
+    except OSError as error:
+        raise TransferError(f"cannot watch the process of {peer.name}: {error}") from error
+    if pidfd is None:
+        raise TransferError(f"process {peer.there.life.pid} of {peer.name} ended")
+    return pidfd

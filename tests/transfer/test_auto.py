@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import mmap
 import os
 
 import msgspec
 import pytest
 
 from pd.transfer.auto import AutoTransport
-from pd.transfer.contest import AREA_NBYTES, WAY_S, Area, Contest, pattern
+from pd.transfer.contest import AREA_NBYTES, WAY_S, Area, Contest, HostAccess, pattern
+from pd.transfer.library_transport import LibraryTransport
 from pd.transfer.memory import MemoryHub, MemoryTransport, Task
 from pd.transfer.shm import ShmEndpoint
 from pd.transfer.transport import JobDone, JobFailed, PeerLost, Span, TransferError
-from tests.transfer.kit import done_jobs, wait_for, wait_jobs, why_absent
+from tests.transfer.card import Card
+from tests.transfer.kit import CardAuto, done_jobs, wait_for, wait_jobs, why_absent
+from tests.transfer.slow_library import SlowLibrary
 
 NBYTES = 4096
 
@@ -50,9 +55,8 @@ class Ways:
         self.view[NBYTES : NBYTES + 65536] = pattern("here")
         for name, here in self.ways.items():
             here.connect("there", hubs[name].members["there"].endpoint())
-        self.contest = Contest(
-            "there", self.ways, self.view, Area(NBYTES, "here"), Area(NBYTES, "there"), itertools.count(-1, -1)
-        )
+        ours, theirs = Area(NBYTES, "here"), Area(NBYTES, "there")
+        self.contest = Contest("there", self.ways, HostAccess(self.view), ours, theirs, itertools.count(-1, -1))
 
     def run(self, seconds: dict[str, float]) -> Contest:
         """To its end, as if each job had taken what `seconds` says."""
@@ -101,15 +105,43 @@ def test_a_way_that_does_not_answer_is_out_in_time_and_none_is_left_where_no_way
     assert ways.contest.told() == "fast: not proven within 5 s, slow: it hung up"
 
 
-# ---- with NIXL -----------------------------------------------------------------------------------------------------
-
-
 def as_from_elsewhere(endpoint: bytes) -> bytes:
     """As another host would send it."""
     tag, shm, *rest = msgspec.msgpack.decode(endpoint)
     there = msgspec.msgpack.decode(shm, type=ShmEndpoint)
     there = msgspec.structs.replace(there, life=msgspec.structs.replace(there.life, boot_id="elsewhere"))
     return msgspec.msgpack.encode([tag, msgspec.msgpack.encode(there), *rest])
+
+
+def test_ways_compete_for_memory_of_a_gpu_behind_the_pool() -> None:
+    memory, made = [mmap.mmap(-1, NBYTES + AREA_NBYTES) for _ in range(2)], []
+    for me, pool in zip("ab", memory, strict=True):
+        library = SlowLibrary(me=me)
+        transport = CardAuto(
+            me=me,
+            library=lambda box, library=library: LibraryTransport(  # type: ignore[misc]
+                me=library.me, start=lambda _: library, outbox=box, gpu=Card
+            ),
+        )
+        assert transport.spare_nbytes == AREA_NBYTES
+        transport.register(ctypes.addressof(ctypes.c_char.from_buffer(pool)), len(pool), device=0)
+        made.append(transport)
+    a, b = made
+    memory[0][:64] = b"\x09" * 64
+    a.connect("b", as_from_elsewhere(b.endpoint()))
+    a.write("b", [Span(0, NBYTES - 64, 64)], job=1)
+    assert done_jobs(wait_jobs(a, 1)) == [1]
+    told = a.describe("b")
+    assert told is not None and "; measured slow at " in told and ", tcp at " in told
+    assert told.startswith("tcp (on another host") == told.endswith(", through pinned host memory)"), told
+    assert memory[1][:NBYTES] == bytes(NBYTES - 64) + b"\x09" * 64
+    with pytest.raises(TransferError, match="source of 4096 bytes, destination of 4096"):
+        a.write("b", [Span(0, NBYTES, 1)], job=2)
+    for transport in made:
+        transport.close()
+
+
+# ---- with NIXL -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(why_absent("nixl") is not None, reason=str(why_absent("nixl")))
