@@ -7,11 +7,14 @@ What is done because it was measured or met (NIXL 1.5.1):
 3. Failures come as exceptions and as "ERR"; both are TransferError here.
 4. Nothing is unpickled: the agent's metadata goes through NIXL's own reader, behind a digest.
 5. Its `ucx_devices` is ignored for TCP; UCX's own UCX_NET_DEVICES is honoured, and refuses what is not there.
+6. Its logger writes to standard output, which belongs to whoever started the process: it is given standard error.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
@@ -71,6 +74,7 @@ class NixlLibrary:
             raise TransferError(
                 f"nixl cannot be imported: {error}", hint="pip install nixl; then pd doctor --only nixl"
             ) from error
+        _log_to_stderr()
         self._backend = backend
         asked = ", ".join([f"{key}={value}" for key, value in params.items()] + [*devices]) or "no parameters"
         with _told(f"nixl cannot start its {backend} backend with {asked}"), _net_devices(devices):
@@ -132,6 +136,16 @@ class NixlLibrary:
                 self._agent.deregister_memory(registered)
         self._registered.clear()
         self._agent = None
+
+
+def _log_to_stderr() -> None:
+    """Warnings and worse, unless NIXL's own variable asks for more."""
+    logger = logging.getLogger("nixl")
+    for sink in logger.handlers:
+        if type(sink) is logging.StreamHandler:  # its own, and not one of a subclass that another has added
+            sink.setStream(sys.stderr)
+    if "NIXL_LOG_LEVEL" not in os.environ:
+        logger.setLevel(logging.WARNING)
 
 
 @contextmanager
