@@ -6,8 +6,8 @@ for each place (src page, src token, dst page, dst token) and i below `unit`. Bo
 gather, a scatter, another axis order and another page size (unit: their greatest common divisor) are one kernel; heads
 and layers are chosen by slicing the views. Staging is a pool whose pages are its pieces.
 
-Alike dtypes are moved as bits, whatever they mean. bfloat16, float16 and float32 become e4m3fn bits and come back: a
-value is divided by the scale on the way in and multiplied on the way out.
+Alike dtypes are moved as bits, whatever they mean. bfloat16, float16 and float32 become each other, rounded to the
+nearest, or e4m3fn bits and come back: a value is divided by the scale on the way in and multiplied on the way out.
 
 `copy_spans` is the same for those who know bytes alone: (src offset, dst offset, nbytes) each.
 """
@@ -28,7 +28,7 @@ from pd.kernels.tuning import launch_of
 # P pages, H heads, L layers, S tokens a page, E elements; N places
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-COPY, NARROW, WIDEN = range(3)
+COPY, NARROW, WIDEN, CAST = range(4)
 
 
 @triton.jit
@@ -52,6 +52,8 @@ def _reshard(
             x = e4m3.narrow(x.to(tl.float32) / scale)
         elif HOW == 2:
             x = (e4m3.widen(x, NATIVE) * scale).to(dst.dtype.element_ty)
+        elif HOW == 3:
+            x = x.to(tl.float32).to(dst.dtype.element_ty)
         tl.store(dst + (s.to(tl.int64) * dst_token)[:, None] + e[None, :], x, mask=mask)
 
 
@@ -140,6 +142,8 @@ def _how(src: Tensor, dst: Tensor) -> int:
         return NARROW
     if is_bits[0] and dst.is_floating_point():
         return WIDEN
+    if src.is_floating_point() and dst.is_floating_point():
+        return CAST
     raise ValueError(f"{src.dtype} does not become {dst.dtype} on the way")
 
 
@@ -153,4 +157,6 @@ def reference(src_PHLSE: Tensor, dst_PHLSE: Tensor, places_N4: Tensor, *, unit: 
             x = e4m3.reference(x.float() / scale)
         elif how == WIDEN:
             x = (x.contiguous().view(torch.float8_e4m3fn).float() * scale).to(dst.dtype)
+        elif how == CAST:
+            x = x.to(dst.dtype)
         dst[q, :, :, t : t + unit] = x

@@ -4,12 +4,13 @@
 
 for each place (src page, src token, dst page, dst token) and i below `unit`; the value is rounded to dst's dtype, in
 float8 to 448 at most.
-`pd.kernels.kv_reshard` means the same.
+`pd.kernels.kv_reshard` means the same, in one launch: the engine's table of operators says who does it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +20,14 @@ from pd.transfer.layout import KVLayout, Shard, strides
 from pd.transfer.plan import Pair
 
 # P pages, H kv heads, L layers, S tokens a page, E head size; N places
+
+class Reshard(Protocol):
+    """`reshard` below, or a kernel that does the same on the current stream."""
+
+    def __call__(
+        self, src_PHLSE: Tensor, dst_PHLSE: Tensor, places_N4: Sequence[tuple[int, int, int, int]], *, unit: int
+    ) -> None: ...
+
 
 DTYPES = {
     "float32": torch.float32,

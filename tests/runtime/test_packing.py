@@ -45,7 +45,7 @@ class Side:
         for rank, (transport, shard) in enumerate(zip(self.transports, self.shards, strict=True)):
             base = staging_base(layout, shard)
             region = torch.frombuffer(transport.allocate(base + NUM_SLOTS * SLOT_NBYTES), dtype=torch.uint8)
-            packer = Packer(transport, region, base, NUM_SLOTS, SLOT_NBYTES)
+            packer = Packer(transport, region, base, num_slots=NUM_SLOTS, slot_nbytes=SLOT_NBYTES)
             self.regions.append(region)
             checker = Checker(region, End(layout, shard))
             self.movers.append(Mover(rank, layout, self.shards, transport, packer, move, checker, stream_layers))

@@ -59,6 +59,7 @@ class Engine:
         self.shard = pool.shard
         self.region = pool.region
         self.notes = notes
+        self.reshard = runner.ops.reshard
         self._runner: Runner | None = runner
         self._mesh = mesh
 

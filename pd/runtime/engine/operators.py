@@ -1,6 +1,6 @@
 """Which operators a rank computes with: one table, read once at start by device, dtype and head size, and logged.
 
-| kernels | on | rows of a layer and the draw | attention |
+| kernels | on | rows of a layer, the draw, repacked KV | attention |
 |---|---|---|---|
 | torch | any device | `cpu_ops`: C++ on a CPU where built, else PyTorch | `NativeAttention`, or `Attention` |
 | … with a float8 pool | | the same, but what writes K and V is PyTorch | the same, pages widened a request at a time |
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,8 @@ from pd.runtime.engine.paged_attention import PagedAttention
 from pd.runtime.engine.shards import RankShare
 from pd.runtime.engine.spec import ModelSpec
 from pd.runtime.engine.staging import upload
+from pd.transfer.packed import Place
+from pd.transfer.reshard import Reshard, reshard
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LARGEST_HEAD, MOST_EXPERTS = 256, 1024  # elements; the tuning tables end there
@@ -48,6 +50,7 @@ class Operators:
     rope_and_write: Callable[..., None]
     draws: Draws
     attention: Attend
+    reshard: Reshard
     pads: bool
     """Whether rows of context 0 on page -1 do nothing, so that a smaller batch can fill a captured graph."""
     note: str
@@ -118,6 +121,7 @@ def _torch(shapes: Shapes, why: str) -> Operators:
         rope_and_write=cpu_ops.rope_and_write_reference if is_narrower else cpu_ops.rope_and_write,
         draws=torch_draws(),
         attention=attention,
+        reshard=reshard,
         pads=False,
         note=f"{rows}{why}, attention {attention.note}",
     )
@@ -137,6 +141,7 @@ def _triton(shapes: Shapes) -> Operators:
             device=shapes.like.device,
             kernels=(_kernel("paged"), _kernel("paged_decode"), _kernel("paged_prefill")),
         ),
+        reshard=_triton_reshard(),
         pads=True,
         note=f"Triton kernels for {target.arch}",
     )
@@ -157,6 +162,21 @@ def _mix(x_TI: Tensor, experts: Experts) -> Tensor:
     out_PI = gemm.grouped_gemm(inner_PC, experts.down_XIC, tiles, num_pairs=num_pairs, share=1)
     out_TI: Tensor = gemm.combine(out_PI, weights_TK)
     return out_TI
+
+
+def _triton_reshard() -> Reshard:
+    """The kernel takes heads that lie in one piece; other orders, and float8 with its limit, are PyTorch's."""
+    kernel = _kernel("kv_reshard").reshard
+
+    def reshard_places(src_PHLSE: Tensor, dst_PHLSE: Tensor, places_N4: Sequence[Place], *, unit: int) -> None:
+        is_narrow = torch.float8_e4m3fn in (src_PHLSE.dtype, dst_PHLSE.dtype)
+        if is_narrow or src_PHLSE.stride(4) != 1 or dst_PHLSE.stride(4) != 1:
+            reshard(src_PHLSE, dst_PHLSE, places_N4, unit=unit)
+            return
+        (places,) = upload([np.array(places_N4, np.int32)], dst_PHLSE.device)
+        kernel(src_PHLSE, dst_PHLSE, places, unit=unit)
+
+    return reshard_places
 
 
 def _triton_draws() -> Draws:

@@ -54,7 +54,7 @@ class Runner:
         self._model = model
         self._pool = pool
         self._mesh = mesh
-        self._ops = ops
+        self.ops = ops
         self._slots = slots
         self._sampler = sampler
         self._graphs: DecodeGraphs | None = None
@@ -62,7 +62,7 @@ class Runner:
     def take_graphs(self, max_pages: int) -> None:
         """Capture decode steps, on a GPU whose operators honour padding. All ranks together, before the first plan."""
         device = self._pool.layers[0][0].device
-        if device.type == "cuda" and self._ops.pads:
+        if device.type == "cuda" and self.ops.pads:
             with torch.inference_mode():
                 self._graphs = capture_on_device(
                     self._forward, max_batch=self._slots.num_slots, max_pages=max_pages, device=device
@@ -71,7 +71,7 @@ class Runner:
     def warm_up(self, *, max_context: int, page_size: int, max_tokens: int) -> None:
         """On a GPU whose operators honour padding, before the first plan, all ranks together: see `warm_up`."""
         device = self._pool.layers[0][0].device
-        if device.type != "cuda" or not self._ops.pads:
+        if device.type != "cuda" or not self.ops.pads:
             return
         start = said = time.perf_counter()
         steps = idle_steps(max_context, page_size, max_tokens, device)
@@ -117,7 +117,7 @@ class Runner:
         return Launched(readout, Download(hidden_TI[:0]))
 
     def _forward(self, inputs: StepInputs, on_kv: Callable[[int], None] | None = None) -> Tensor:
-        return self._model.forward(inputs, self._pool.layers, self._ops, on_kv)
+        return self._model.forward(inputs, self._pool.layers, self.ops, on_kv)
 
     def _sample(self, hidden_NI: Tensor, sampled: Sampled) -> tuple[Tensor, Readout | None]:
         logits_NV = self._model.logits(hidden_NI)

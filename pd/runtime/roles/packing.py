@@ -6,6 +6,8 @@ Owned by the Mover. A part waits for a slot, has it while it is under way, and g
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -13,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pd.transfer.packed import PackedWay
-from pd.transfer.reshard import reshard, views
+from pd.transfer.reshard import Reshard, reshard, views
 from pd.transfer.staging import NUM_SLOTS, SLOT_NBYTES, Slots
 from pd.transfer.transport import TransferError, Transport
 
@@ -34,14 +36,18 @@ class Packer:
     transport: Transport
     region: Tensor
     base: int
+    reshard: Reshard = reshard
     num_slots: int = NUM_SLOTS
     slot_nbytes: int = SLOT_NBYTES
     _slots: Slots = field(init=False)
     _waiting: deque[Part] = field(default_factory=deque)
     _open: dict[int, tuple[Part, int]] = field(default_factory=dict)  # by the transport's job: and its slot
+    _stream: torch.cuda.Stream | None = None
 
     def __post_init__(self) -> None:
         self._slots = Slots(self.num_slots)
+        if self.region.is_cuda:
+            self._stream = torch.cuda.Stream(self.region.device)  # type: ignore[no-untyped-call]
 
     @property
     def num_taken(self) -> int:
@@ -99,11 +105,21 @@ class Packer:
         places = way.places(part.ours, part.tokens)
         if way.is_read:
             places = [(page, token, own, inside) for own, inside, page, token in places]
-        for own, image in zip(ours, images, strict=True):
-            src, dst = (image, own) if way.is_read else (own, image)
-            reshard(src, dst, places, unit=way.unit)
-        if self.region.is_cuda:
-            torch.cuda.current_stream(self.region.device).synchronize()  # the transport knows no streams
+        with self._apart():
+            for own, image in zip(ours, images, strict=True):
+                src, dst = (image, own) if way.is_read else (own, image)
+                self.reshard(src, dst, places, unit=way.unit)
+
+    @contextmanager
+    def _apart(self) -> Iterator[None]:
+        """On a GPU, beside the steps that are queued: what is moved is done, or not begun. Waits for the copy, as the
+        transport knows no streams."""
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            yield
+        self._stream.synchronize()
 
     def _give_back(self, number: int) -> None:
         _, slot = self._open.pop(number)
