@@ -56,6 +56,7 @@ from pd.runtime.wire.plans import (
 )
 from pd.transfer.choose import make_transport
 from pd.transfer.layout import Shard
+from pd.transfer.paced import Paced
 from pd.transfer.packed import End
 from pd.transfer.staging import STAGING_NBYTES
 from pd.transfer.transport import TransferError, Transport
@@ -205,7 +206,7 @@ def make_mover(
     """With staging, where the region has room for it behind the pool."""
     base = staging_base(engine.layout, engine.shard)
     has_staging = len(engine.region) >= base + STAGING_NBYTES
-    packer = Packer(transport, engine.region, base) if has_staging else None
+    packer = Packer(transport, engine.region, base, engine.reshard) if has_staging else None
     checker = Checker(engine.region, End(engine.layout, engine.shard))
     return Mover(rank, engine.layout, shards, transport, packer, how.move, checker, how.stream_layers)
 
@@ -248,7 +249,7 @@ def serve(config: RankConfig, link: Spoke, outbox: Outbox) -> None:
     instance = config.instance
     device = device_of(instance.device.device, config.rank)
     enter(device)  # before the transport: libraries look for the GPU that is current when they start
-    transport = _transport(config)
+    transport = Paced(_transport(config))
     io = RankIO(link, transport, outbox=outbox, rank=config.rank, how=instance.link, device=device)
     thread = threading.Thread(target=io.run, name="io", daemon=True)
     thread.start()
