@@ -1,6 +1,7 @@
 # make install   into .venv, quick when nothing has changed
 # make serve     prefill, decode and router on this machine with the default model; a first chat; stays up
 # make test      the whole suite               make lint   ruff and mypy
+# make transfer  NIXL and Mooncake into .venv as well, so that their tests do not skip
 # ARGS="..."     is handed on: make serve ARGS="--prefill tp=2", make test ARGS="tests/core -k pages"
 
 SHELL := /bin/bash
@@ -10,7 +11,7 @@ JOBS := $(shell n=$$(nproc); echo $$((n > 4 ? 4 : n)))
 PYTHON ?= $(firstword $(foreach name,python3 python3.14 python3.13 python3.12 python3.11,$(shell \
 	$(name) -c 'import sys; sys.version_info >= (3, 11) and print("$(name)")' 2>/dev/null)))
 
-.PHONY: install serve test lint clean
+.PHONY: install transfer serve test lint clean
 
 install: $(STAMP)
 
@@ -30,11 +31,15 @@ $(STAMP): pyproject.toml requirements/cpu.txt requirements/model.txt $(wildcard 
 		echo "note: the CPU operators were not built: the CPU runs plain PyTorch, which is slower" >&2
 	@touch $@
 
+transfer: install
+	@scripts/transfer_libraries.sh
+
 serve: install
 	@exec $(BIN)/python scripts/serve_and_chat.py $(ARGS)
 
 # One thread a process: the suite starts many, and they share the machine's cores. The whole suite runs a file a worker.
 test: install
+	LD_LIBRARY_PATH=$(CURDIR)/.venv/transfer-libraries$${LD_LIBRARY_PATH:+:$$LD_LIBRARY_PATH} \
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest $(if $(ARGS),$(ARGS),-n $(JOBS) --dist loadfile)
 
 lint: install

@@ -13,7 +13,7 @@ _GPU_NODES = ("/dev/nvidiactl", "/dev/kfd")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--wide", action="store_true", help="kernels: many more shapes, and compile many more launches")
+    parser.addoption("--wide", action="store_true", help="kernels: many more shapes; transfer: all backends")
 
 
 def _interpret() -> None:
