@@ -21,6 +21,7 @@ from pd.transfer.plan import Pair
 
 # P pages, H kv heads, L layers, S tokens a page, E head size; N places
 
+
 class Reshard(Protocol):
     """`reshard` below, or a kernel that does the same on the current stream."""
 

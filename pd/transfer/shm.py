@@ -75,9 +75,7 @@ class ShmTransport:
             )
         self.register_on(Gpu(device), address, nbytes, number=device)
 
-    def register_on(
-        self, device: Device, address: int, nbytes: int, *, number: int, must_share: bool = True
-    ) -> None:
+    def register_on(self, device: Device, address: int, nbytes: int, *, number: int, must_share: bool = True) -> None:
         """Register memory of `device`, which is ours from here on. Raises RegistrationFailed where other processes
         cannot open it, or, unless `must_share`, tells peers so."""
         check_size(nbytes)

@@ -112,7 +112,7 @@ async def test_a_server_that_does_not_start_is_told_with_its_last_words() -> Non
 def test_both_shapes_are_pd_serve_on_the_same_cores() -> None:
     shape = ours("apart", ["--prefill=tp=2"], cores=(0, 1), further=["--dtype=float32"])
     assert shape.on(5, "M")[1:] == [
-        *("-m", "pd", "serve", "M", "--port=5", "--cores=0,1", "--prefill=tp=2", "--dtype=float32")
+        *("-P", "-m", "pd", "serve", "M", "--port=5", "--cores=0,1", "--prefill=tp=2", "--dtype=float32")
     ]
     other = foreign("env A=1 vllm serve {model} --port {port}", cores=(0, 1))
     assert (other.name, other.on(5, "M")) == ("vllm", ["env", "A=1", "vllm", "serve", "M", "--port", "5"])

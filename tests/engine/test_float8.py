@@ -65,7 +65,7 @@ def rounding_engine(checkpoint: Path) -> Engine:
 
     runner = engine._runner
     assert runner is not None
-    runner._ops = dataclasses.replace(runner._ops, rope_and_write=write)
+    runner.ops = dataclasses.replace(runner.ops, rope_and_write=write)
     return engine
 
 

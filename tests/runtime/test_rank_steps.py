@@ -8,10 +8,13 @@ import time
 from collections.abc import Callable
 from typing import cast
 
+import torch
+
 from pd.runtime.engine.build import Engine
 from pd.runtime.roles.rank import Outbox, compute
 from pd.runtime.wire.plans import StepDone, StepKind, StepPlan
 from pd.runtime.wire.values import Token
+from pd.transfer.layout import Shard
 
 
 class Step:
@@ -32,6 +35,9 @@ class Step:
 class Slow:
     """Stands for an engine on a GPU."""
 
+    shard = Shard(0, 1, 0, 1, 1)
+    region = torch.empty(0)
+
     def __init__(self) -> None:
         self.launched: list[Step] = []
 
@@ -51,7 +57,9 @@ def test_the_next_step_is_queued_as_soon_as_its_plan_comes_and_ends_are_told_in_
     engine, outbox = Slow(), Outbox()
     told: list[object] = []
     plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
-    thread = threading.Thread(target=compute, args=(cast(Engine, engine), plans, outbox))
+    thread = threading.Thread(
+        target=compute, args=(cast(Engine, engine), plans, outbox), kwargs={"stream_layers": None}
+    )
     thread.start()
     plans.put(StepPlan(0, StepKind.DECODE))
     until(lambda: len(engine.launched) == 1)

@@ -66,7 +66,8 @@ def make_pool(
             region = torch.frombuffer(transport.allocate(nbytes), dtype=torch.uint8)
         else:
             whole = torch.zeros(nbytes + transport.spare_nbytes, dtype=torch.uint8, device=device)
-            torch.cuda.synchronize(device)  # no peer's bytes before the zeros
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)  # no peer's bytes before the zeros
             transport.register(whole.data_ptr(), len(whole), whole.device.index)
             region = whole[:nbytes]
     except (MemoryError, OSError, torch.OutOfMemoryError) as error:

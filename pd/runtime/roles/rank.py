@@ -200,9 +200,7 @@ class RankIO:
             self._link.send(message)
 
 
-def make_mover(
-    rank: int, engine: Engine, shards: tuple[Shard, ...], transport: Transport, *, how: LinkConfig
-) -> Mover:
+def make_mover(rank: int, engine: Engine, shards: tuple[Shard, ...], transport: Transport, *, how: LinkConfig) -> Mover:
     """With staging, where the region has room for it behind the pool."""
     base = staging_base(engine.layout, engine.shard)
     has_staging = len(engine.region) >= base + STAGING_NBYTES
