@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
+import os
+import resource
 import socket
 import zlib
 from collections.abc import Iterator
@@ -19,6 +22,7 @@ from pd.doctor.measure.ends import MeasureError
 from pd.doctor.measure.frames import LARGEST, Frames, PeerError, send_raw
 from pd.doctor.measure.initiator import measure, start_target
 from pd.doctor.measure.messages import Address, Checksum, FromTarget, Meet, ToTarget, Trouble
+from pd.doctor.readable import readable
 from pd.doctor.recorded import Recorded, Recording
 from pd.doctor.result import Status
 
@@ -141,3 +145,19 @@ def test_a_closed_connection_is_a_peer_error() -> None:
         with pytest.raises(PeerError, match="sending failed"):
             for _ in range(10):
                 send_raw(frames.sock, b"x" * LARGEST)
+
+
+@pytest.mark.skipif(
+    resource.getrlimit(resource.RLIMIT_NOFILE)[0] <= 1500, reason="no process here has 1,500 files open"
+)
+def test_descriptors_of_any_number_are_waited_for() -> None:
+    mine, theirs = socket.socketpair()
+    high = fcntl.fcntl(mine.fileno(), fcntl.F_DUPFD, 1500)
+    try:
+        assert readable(high, timeout_s=0) == set()
+        theirs.send(b"x")
+        assert readable(high, theirs.fileno(), timeout_s=5) == {high}
+    finally:
+        os.close(high)
+        mine.close()
+        theirs.close()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import select
 import time
 
 from pd.doctor.measure.ends import WRITE_S, MeasureError
+from pd.doctor.readable import readable
 from pd.transfer.choose import make_transport
 from pd.transfer.transport import JobDone, Span, Transport
 
@@ -29,7 +29,7 @@ class PdEnd:
         began = time.perf_counter()
         self._transport.write(OTHER, [Span(0, 0, nbytes)], job=self._job)
         while time.perf_counter() - began < WRITE_S:
-            select.select([self._transport.wake_fd], [], [], WRITE_S)
+            readable(self._transport.wake_fd, timeout_s=WRITE_S)
             for ended in self._transport.poll():
                 if isinstance(ended, JobDone):
                     return time.perf_counter() - began

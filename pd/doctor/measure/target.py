@@ -4,7 +4,6 @@ NBYTES FD`, FD a connected socket."""
 from __future__ import annotations
 
 import os
-import select
 import socket
 import sys
 import zlib
@@ -13,6 +12,7 @@ from typing import NoReturn, assert_never
 from pd.doctor.measure.ends import End, make_end
 from pd.doctor.measure.frames import Frames, PeerError
 from pd.doctor.measure.messages import Address, Checksum, Clear, Done, Meet, Ready, Sum, ToTarget, Trouble
+from pd.doctor.readable import readable
 
 IDLE_S = 30.0
 """With nothing said: the initiator is gone."""
@@ -59,7 +59,7 @@ def obey(end: End, frames: Frames[ToTarget], order: ToTarget) -> bool:
 
 
 def _next(end: End, frames: Frames[ToTarget]) -> ToTarget:
-    while not select.select([frames.sock], [], [], TURN_S)[0]:
+    while not readable(frames.sock.fileno(), timeout_s=TURN_S):
         end.tend()
     return frames.receive()
 

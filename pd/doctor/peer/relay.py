@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import select
 import socket
 import time
+
+from pd.doctor.readable import readable
 
 CHUNK = 64 << 10
 
@@ -16,7 +17,8 @@ def relay(one: socket.socket, other: socket.socket, *, deadline_s: float) -> Non
     across = {one: other, other: one}
     with contextlib.suppress(OSError):
         while (left := end - time.monotonic()) > 0:
-            for sock in select.select([one, other], [], [], left)[0]:
+            ready = readable(one.fileno(), other.fileno(), timeout_s=left)
+            for sock in (each for each in (one, other) if each.fileno() in ready):
                 data = sock.recv(CHUNK)
                 if not data:
                     return
