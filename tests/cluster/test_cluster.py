@@ -14,8 +14,6 @@ from tests.cluster.run import explain
 
 NUM_SEEDS = 10_000
 FIRST = int(os.environ.get("CLUSTER_FIRST_SEED", "0"))
-LIMIT_S = 120.0
-"""Of two cores' time."""
 HAPPENED = {
     "attach error": 500,
     "client left": 500,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
+
+from pd.runtime.engine.cpu_build import native_for
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -19,3 +22,8 @@ def distance(got: Tensor, want: Tensor) -> float:
 
 LIMIT = {torch.float32: 2e-6, torch.bfloat16: 2**-8}
 """bf16 keeps 8 bits: one rounding errs by at most 2**-8 of the value."""
+
+needs_cpp = pytest.mark.skipif(
+    native_for(torch.empty(0)) is None,
+    reason="the C++ ops are not built here (python -m pd.runtime.engine.cpu_ops build), and plain PyTorch promises less",
+)

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from pd.runtime.engine.attention import Attention
 from pd.runtime.engine.cpu_attention import NativeAttention
-from pd.runtime.engine.cpu_build import native_for
 from pd.runtime.engine.inputs import Slots, StepInputs
 from pd.runtime.engine.kv_pool import make_pool
 from pd.runtime.engine.shards import RankShare, share_of
@@ -22,6 +21,7 @@ from pd.runtime.wire.values import Sampling
 from pd.transfer.float8 import E4M3, cast
 from pd.transfer.layout import DEFAULT_ORDER, KVLayout, tp_shards
 from pd.transfer.memory import MemoryHub, MemoryTransport
+from tests.engine.exact import needs_cpp
 from tests.tiny import make_tiny
 
 # T tokens, H query heads, K kv heads, E head size, X context
@@ -32,6 +32,9 @@ ORDERS = (
     ("layer", "kv", "page", "token", "head", "dim"),
     ("layer", "page", "kv", "head", "token", "dim"),
 )
+
+
+both = pytest.mark.parametrize("use_native", [False, pytest.param(True, marks=needs_cpp)])
 
 
 @pytest.fixture(scope="module")
@@ -105,11 +108,9 @@ class Bench:
         return attention(self.q_THE, self.pools, self.inputs(), window=self.window)
 
 
-@pytest.mark.parametrize("use_native", [False, True])
+@both
 @pytest.mark.parametrize("seed", range(12))
 def test_ragged_step_equals_dense_attention(seed: int, use_native: bool, spec: ModelSpec) -> None:
-    if use_native and native_for(torch.empty(0)) is None:
-        pytest.skip("the C++ ops are not built here: python -m pd.runtime.engine.cpu_ops build")
     tp = [1, 2, 4, 8][seed % 4]
     window = [None, 1, 7, 40][seed // 3]
     bench = Bench(spec, share_of(spec, tp, seed % tp), seed=seed, window=window)
@@ -118,11 +119,9 @@ def test_ragged_step_equals_dense_attention(seed: int, use_native: bool, spec: M
     )
 
 
-@pytest.mark.parametrize("use_native", [False, True])
+@both
 @pytest.mark.parametrize("seed", range(3))
 def test_a_float8_pool_is_read_as_its_values(seed: int, use_native: bool, spec: ModelSpec) -> None:
-    if use_native and native_for(torch.empty(0)) is None:
-        pytest.skip("the C++ ops are not built here: python -m pd.runtime.engine.cpu_ops build")
     bench = Bench(spec, share_of(spec, 2, seed % 2), seed=seed, window=[None, 7, 40][seed])
     narrow = tuple(cast(pool, E4M3) for pool in bench.pools)
     bench.pools = tuple(pool.float() for pool in narrow)

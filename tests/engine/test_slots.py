@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-import torch
 
 from pd.runtime.engine.build import Engine
-from pd.runtime.engine.cpu_build import has_bf16_gemm, native_for
+from pd.runtime.engine.cpu_build import has_bf16_gemm
 from pd.runtime.wire.plans import SlotInit, StepKind, StepPlan
 from pd.runtime.wire.values import Sampling, Token
 from tests.engine.driving import Driver, build_engine, generate, ids_of, prompt_of, rank_config
+from tests.engine.exact import needs_cpp
 from tests.tiny import VOCAB_SIZE, make_tiny
 
 
@@ -97,11 +97,6 @@ def test_longest_request_fills_the_last_position(engine: Engine) -> None:
     limit = engine.card.max_model_len
     tokens = prompt(limit - 1, 10)
     assert len(generate(engine, tokens, 1, pieces=(200, 200))) == 1
-
-
-needs_cpp = pytest.mark.skipif(
-    native_for(torch.empty(0)) is None, reason="the C++ ops are not built here, and BLAS promises no such thing"
-)
 
 
 @needs_cpp

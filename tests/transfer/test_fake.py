@@ -11,10 +11,12 @@ from pd.transfer.transport import Completion, JobDone, JobFailed, PeerLost, Span
 def run(seed: int) -> list[list[Completion]]:
     fake = FakeTransport(me="a", seed=seed, max_polls=6, fail_rate=0.2)
     for peer in ("b", "c"):
-        fake.connect(peer, FakeTransport(me=peer, seed=0).endpoint())
+        fake.connect(peer, b"fake:" + peer.encode())
     for job in range(40):
         (fake.write if job % 3 else fake.read)("bc"[job % 2], [Span(0, 0, job)], job=job)
-    return [fake.poll() for _ in range(200)]
+    polls = [fake.poll() for _ in range(200)]
+    fake.close()
+    return polls
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -50,3 +52,4 @@ def test_loss_and_severing_fail_what_waits() -> None:
     ]
     with pytest.raises(TransferError, match="unknown peer b"):
         fake.write("b", [], job=1)
+    fake.close()
