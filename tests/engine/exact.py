@@ -25,5 +25,5 @@ LIMIT = {torch.float32: 2e-6, torch.bfloat16: 2**-8}
 
 needs_cpp = pytest.mark.skipif(
     native_for(torch.empty(0)) is None,
-    reason="the C++ ops are not built here (python -m pd.runtime.engine.cpu_ops build), and plain PyTorch promises less",
+    reason="the C++ ops are not built here (python -m pd.runtime.engine.cpu_ops build); PyTorch promises less",
 )
