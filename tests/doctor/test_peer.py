@@ -173,14 +173,13 @@ def test_a_visit_to_loopback_is_whole(service: str) -> None:
     assert 0 < visit.latency_s < 1 and abs(visit.skew_s) < 1
 
 
-def visited(**values: object) -> Recorded:
+def visited(peer: str = "H", **values: object) -> Recorded:
     facts = gather(Recorded(Recording(about="", sources=())))
     base = {"error": "", "here": facts, "there": facts, "latency_s": 1e-4, "mtu_here": 1500, "mtu_there": 1500}
     raw = msgspec.json.encode({**base, "whole_out": 1500, "whole_back": 1500, **values})
     slow = b'{"backend": "tcp", "timings": [{"nbytes": 65536, "seconds": 1e-3}], "error": ""}'
-    return Recorded(
-        Recording(about="", sources=(), answers={"visit H": msgspec.Raw(raw), "loopback tcp H": msgspec.Raw(slow)})
-    )
+    answers = {f"visit {peer}": msgspec.Raw(raw), f"loopback tcp {peer}": msgspec.Raw(slow)}
+    return Recorded(Recording(about="", sources=(), answers=answers))
 
 
 @pytest.mark.parametrize(
@@ -203,6 +202,16 @@ def test_a_visit_is_judged(values: dict[str, object], check: str, status: Status
     found = {e.check.id: e.result for e in examine_all(peer_checks("H"), visited(**values))}
     result = found[f"peer.{check}"]
     assert result.status is status and words in result.read, result
+
+
+@pytest.mark.parametrize(
+    ("peer", "served", "opened"),
+    [("H", "<its address>; then", "allow 8590/tcp"), ("H:7001", "<its address> --port 7001; then", "allow 7001/tcp")],
+)
+def test_who_is_not_reached_is_to_serve_and_open_the_port_that_was_asked(peer: str, served: str, opened: str) -> None:
+    machine = visited(peer, error=f"{peer}: Connection refused")
+    (found,) = [e.result for e in examine_all(peer_checks(peer), machine) if e.check.id == "peer.reach"]
+    assert served in found.fix and opened in found.fix, found.fix
 
 
 def test_only_differences_that_matter_fail() -> None:

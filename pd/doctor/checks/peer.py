@@ -10,6 +10,8 @@ from pd.doctor.checks.transfer import busy, describe, rate
 from pd.doctor.facts import Matters, differences
 from pd.doctor.machine import Machine, Silence, Why
 from pd.doctor.peer.path import LARGEST
+from pd.doctor.peer.protocol import PORT
+from pd.doctor.peer.visit import parse
 from pd.doctor.readings import duration
 from pd.doctor.result import Result, Status, fail, passed, skip, warn
 
@@ -31,11 +33,13 @@ def reach(machine: Machine, *, peer: str) -> Result:
     """
     visit = _visit(machine, peer)
     if isinstance(visit, Result):
+        _, port = parse(peer)
+        served = "" if port == PORT else f" --port {port}"
         return fail(
             visit.read,
             "The other host's doctor does not answer.",
-            "on the other host: pd doctor --serve --host <its address>; then open the port in its firewall "
-            "(sudo ufw allow 8590/tcp; cloud: the security group)",
+            f"on the other host: pd doctor --serve --host <its address>{served}; then open the port in its firewall "
+            f"(sudo ufw allow {port}/tcp; cloud: the security group)",
         )
     return passed(f"{peer} answers" + (f", by way of {visit.interface}" if visit.interface else ""))
 
