@@ -93,8 +93,8 @@ class Far(Protocol):
     def landed(self, ticket: int, lane: int) -> None:
         """That lane's share of a job is in place. Raises FrameError if there is none."""
 
-    def break_off(self, reason: str, now: float) -> None:
-        """The lane failed."""
+    def break_off(self, reason: str, now: float, *, is_told: bool = True) -> None:
+        """The lane failed. `is_told`: the reason is more than that the connection ended."""
 
 
 class Lane:
@@ -123,6 +123,11 @@ class Lane:
         self._expect_header()
         peer.ours.mux.attach(self)
 
+    @property
+    def is_answered(self) -> bool:
+        """The other end has spoken."""
+        return bool(self._challenge)
+
     def progressed(self, now: float) -> None:
         self._peer.progressed(now)
         self._peer.ours.mux.touch(self)
@@ -134,7 +139,8 @@ class Lane:
         self._peer.break_off(reason, now)
 
     def broken(self, reason: str, now: float) -> None:
-        self._peer.break_off(self._last_words() or reason, now)
+        words = self._last_words()
+        self._peer.break_off(words or reason, now, is_told=words is not None)
 
     def carry(self, ticket: int, spans: Sequence[Span], *, is_read: bool) -> None:
         """Send a job's share, in frames of at most MAX_ENTRIES."""

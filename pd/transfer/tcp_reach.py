@@ -132,13 +132,18 @@ class Peer:
         elif self._open:
             self.break_off(f"no progress with {self.name} in {self.ours.limits.stall_s:g} s", now)
 
-    def break_off(self, reason: str, now: float) -> None:
-        """A lane failed: end all; come back once, which also proves that the old lanes are ended over there."""
+    def break_off(self, reason: str, now: float, *, is_told: bool = True) -> None:
+        """A lane failed: end all; come back once, which also proves that the old lanes are ended over there.
+
+        `is_told`: the reason is the other end's, or ours. One that answered and then hung up without a word, as who
+        is severed while connecting sees it, is asked once more for its reason.
+        """
         if self.state is State.GONE:
             return
+        is_final = self.state is State.CONNECTING and (is_told or not any(lane.is_answered for lane in self._lanes))
         self._hang_up()
         came_back_lately = now - self._came_back < self.ours.limits.stall_s
-        if self.state is State.CONNECTING or came_back_lately:
+        if is_final or came_back_lately:
             self.lose(reason)
             return
         self._came_back = now

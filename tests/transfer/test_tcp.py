@@ -358,6 +358,17 @@ def test_a_connection_that_keeps_breaking_is_given_up(net: Net) -> None:
         ended += a.poll()
 
 
+@pytest.mark.parametrize("turns", range(40))
+def test_who_is_severed_while_it_connects_is_told_why(net: Net, turns: int) -> None:
+    a, _ = net.make("a", 64, TcpLimits(num_lanes=3))
+    b, _ = net.make("b", 64)
+    a.connect("b", b.endpoint())
+    for _ in range(turns):
+        on_its_thread(b, lambda loop: None)
+    assert b.sever("a")
+    assert wait_lost(a) == [PeerLost("b", "b refused: a was severed here")]
+
+
 # ---- those who do not answer -----------------------------------------------------------------------------------
 
 
