@@ -153,9 +153,8 @@ def test_peers_that_disagree_about_the_clusters_key_are_lost_to_each_other_and_t
         a.allocate(NBYTES)[:] = b"\x66" * NBYTES
         view = b.allocate(NBYTES)
         a.connect("b", b.endpoint())
-        a.write("b", [Span(0, 0, NBYTES)], job=1)
-        failed, lost = wait_lost(a)
-        assert isinstance(failed, JobFailed) and not failed.may_land
+        *failed, lost = lost_after_write(a, "b", Span(0, 0, NBYTES))
+        assert not any(end.may_land for end in failed if isinstance(end, JobFailed))
         assert isinstance(lost, PeerLost) and "another cluster key" in lost.reason
         assert view == bytes(NBYTES)
         assert "refused a transfer connection of a" in caplog.text
