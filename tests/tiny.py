@@ -14,7 +14,17 @@ from pathlib import Path
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 CONFIGS = {
     "llama": LlamaConfig,
@@ -22,6 +32,9 @@ CONFIGS = {
     "qwen3": Qwen3Config,
     "qwen3_moe": Qwen3MoeConfig,
     "mistral": MistralConfig,
+    "mixtral": MixtralConfig,
+    "deepseek_v2": DeepseekV2Config,
+    "deepseek_v3": DeepseekV3Config,
 }
 FAMILIES = tuple(CONFIGS)
 
@@ -48,8 +61,22 @@ DEFAULTS = {
     "eos_token_id": EOS,
     "pad_token_id": None,
 }
-EXPERTS = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "norm_topk_prob": True}
-"""Of qwen3_moe, beside the above."""
+_YARN = {
+    "rope_type": "yarn", "rope_theta": 500.0, "factor": 8.0, "original_max_position_embeddings": 64,
+    "mscale": 0.8, "mscale_all_dim": 0.9,
+}  # fmt: skip
+_LATENT = {
+    "num_key_value_heads": 9, "kv_lora_rank": 24, "q_lora_rank": 20, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12,
+    "v_head_dim": 10, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "n_group": 4,
+    "topk_group": 2, "first_k_dense_replace": 1, "routed_scaling_factor": 1.7, "rope_parameters": _YARN,
+}  # fmt: skip
+OWN: dict[str, dict[str, object]] = {
+    "qwen3_moe": {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "norm_topk_prob": True},
+    "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
+    "deepseek_v2": {**_LATENT, "topk_method": "group_limited_greedy", "n_shared_experts": 2},
+    "deepseek_v3": {**_LATENT, "n_shared_experts": 1, "num_mtp_layers": 0},
+}
+"""Of a family, beside or before the above."""
 
 
 def make_tiny(
@@ -61,8 +88,7 @@ def make_tiny(
     or rope_parameters. `AutoModelForCausalLM.from_pretrained(directory)` reads what was written.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    own = EXPERTS if family == "qwen3_moe" else {}
-    config = CONFIGS[family](**{**DEFAULTS, **own, **overrides})
+    config = CONFIGS[family](**{**DEFAULTS, **OWN.get(family, {}), **overrides})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     _randomize(model, seed)
     model.to(dtype).save_pretrained(directory)
@@ -81,6 +107,9 @@ def _randomize(model: torch.nn.Module, seed: int) -> None:
                 parameter.copy_(0.4 * noise)
             else:
                 parameter.copy_(noise * 1.5 / parameter.shape[-1] ** 0.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
 
 
 def _write_tokenizer(directory: Path) -> None:

@@ -6,7 +6,7 @@
 namespace pd {
 
 constexpr int PANEL = 16;            // outputs of a linear that stand side by side
-constexpr int MAX_HEAD_SIZE = 512;  // of attention: what its stack holds
+constexpr int MAX_HEAD_SIZE = 576;  // of attention: what its stack holds; a latent of 512 and a rotated key of 64
 constexpr int64_t PART = 512;       // tokens of one part of a context
 constexpr int64_t TILE_ROWS = 16;   // of a chunk, attended together
 

@@ -74,7 +74,7 @@ def _route(
         weight = tl.where(k == i, tl.sum(tl.where(x == best, p, 0.0), 0), weight)
         rank = tl.where(x == best, float("-inf"), rank)
     if RENORMALISED:
-        weight /= tl.sum(weight, 0)
+        weight /= tl.sum(weight, 0) + 1e-20
     tl.store(weights + t * K + k, weight * factor, mask=k < K)
     tl.store(ids + t * K + k, chosen, mask=k < K)
 
@@ -121,5 +121,5 @@ def reference(logits_TX: Tensor, routing: Routing, bias_X: Tensor | None = None)
     ids_TK = rank_TX.topk(routing.num_chosen, -1).indices
     weights_TK = p_TX.gather(1, ids_TK)
     if routing.is_renormalised:
-        weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
+        weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
     return weights_TK * routing.factor, ids_TK.int()

@@ -159,6 +159,7 @@ class Needs(Answer, frozen=True):
     num_layers: int = 0
     num_query_heads: int = 0
     num_kv_heads: int = 0
+    is_latent: bool = False  # one KV head, a latent, that every rank holds
     max_positions: int = 0  # tokens
     token_nbytes: int = 0  # of KV, over the whole model
     ranks: tuple[RankNeeds, ...] = ()

@@ -14,6 +14,7 @@ from pd.doctor.check import examine_all
 from pd.doctor.checks.needs import Launch, needs_checks
 from pd.doctor.recorded import Recorded, Recording
 from pd.doctor.result import Result, Status
+from tests.published import DEEPSEEK_V2_LITE
 
 SMOLLM2 = {
     "architectures": ["LlamaForCausalLM"],
@@ -65,6 +66,18 @@ def test_heads_that_tp_does_not_divide_are_shared_out(directory: str) -> None:
     assert [(r.query_heads, r.kv_heads) for r in needs.ranks] == [(5, 2), (4, 2)]
     read = diagnose(directory, tp=2)["model.split"].read
     assert "9 query heads as 5+4, 3 KV heads as 2+2 (1 copy more than one each)" in read
+
+
+def test_a_latent_is_on_every_rank_whole(tmp_path: Path) -> None:
+    """DeepSeek-V2-Lite, whose weights' index counts 15,706,484,224 parameters."""
+    config = DEEPSEEK_V2_LITE | {"architectures": ["DeepseekV2ForCausalLM"], "torch_dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    whole, halves = (asked.answer(str(tmp_path), tp, "16", "cpu").ranks for tp in ("1", "2"))
+    routers = 26 * 64 * 2048
+    assert whole[0].weights == 15_706_484_224 * 2 + routers * 2, "in bfloat16, routers in float32"
+    assert [r.page_nbytes for r in (*whole, *halves)] == [16 * 27 * 576 * 2] * 3
+    assert halves[0].weights < 0.51 * whole[0].weights
+    assert "16 query heads as 8+8, one latent on each" in diagnose(str(tmp_path), tp=2)["model.split"].read
 
 
 def test_more_ranks_than_query_heads_fail_with_the_limit(directory: str) -> None:

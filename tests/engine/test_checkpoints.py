@@ -178,6 +178,29 @@ def test_progress_ends_at_the_total_and_never_falls(checkpoint: Path) -> None:
     assert {total for _, total in told} == {nbytes}
 
 
+def test_a_router_stays_float32_and_layers_that_predict_go_unread_in_silence(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of a layer behind the last config.json tells; another one's tensors are warned of."""
+    checkpoint = make_tiny("deepseek_v3", tmp_path / "tiny")
+    layers = json.loads((checkpoint / "config.json").read_text())["num_hidden_layers"]
+    edit_config(num_nextn_predict_layers=1)(checkpoint)
+    put(f"model.layers.{layers}.eh_proj.weight", torch.zeros(1))(checkpoint)
+    told: list[tuple[int, int]] = []
+    transport = MemoryTransport(me="test/0", hub=MemoryHub())
+    engine = build(rank_config(checkpoint, dtype="bfloat16"), transport, lambda *both: told.append(both))
+    engine.close()
+    of_router = 2 * 8 * (72 + 1)  # experts, their inputs and bias, in two layers
+    num_elements = sum(t.numel() for t in load_file(checkpoint / "model.safetensors").values()) - 1
+    assert told[-1] == (2 * num_elements + 2 * of_router,) * 2
+    assert caplog.messages == []
+    put(f"model.layers.{layers + 1}.eh_proj.weight", torch.zeros(1))(checkpoint)
+    build_engine(rank_config(checkpoint)).close()
+    assert [
+        f"1 tensors are not used, model.layers.{layers + 1}.eh_proj.weight first" in m for m in caplog.messages
+    ] == [True]
+
+
 def test_closed_engine_lets_the_transport_free_its_pool(checkpoint: Path) -> None:
     transport = MemoryTransport(me="test/0", hub=MemoryHub())
     engine = build(rank_config(checkpoint), transport, lambda done, total: None)

@@ -44,9 +44,9 @@ def test_what_is_written_is_the_rotated_k_and_v_rounded(dtype: torch.dtype) -> N
         assert torch.equal(got.float(), cast(wide, E4M3).float())
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny("qwen3", tmp_path_factory.mktemp("tiny"))
+@pytest.fixture(scope="module", params=["qwen3", "deepseek_v3"])
+def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(request.param, tmp_path_factory.mktemp("tiny"))
 
 
 def engine_of(checkpoint: Path, kv_dtype: str) -> Engine:

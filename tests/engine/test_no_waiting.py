@@ -22,12 +22,12 @@ from pd.runtime.engine.models.llama import Llama
 from pd.runtime.engine.operators import Shapes, choose
 from pd.runtime.engine.runner import Runner
 from pd.runtime.engine.sampler import Sampler
-from pd.runtime.engine.shards import parts, share_of
+from pd.runtime.engine.shards import layout_of, parts, share_of
 from pd.runtime.engine.spec import read_spec
 from pd.runtime.engine.weights import Reader, open_checkpoint
 from pd.runtime.wire.plans import Chunk, SlotInit, StepKind, StepPlan
 from pd.runtime.wire.values import Sampling
-from pd.transfer.layout import KVLayout, tp_shards
+from pd.transfer.layout import tp_shards
 from pd.transfer.memory import MemoryHub, MemoryTransport
 from pd.transfer.reshard import DTYPES
 from tests.tiny import VOCAB_SIZE, make_tiny
@@ -80,7 +80,7 @@ class Nowhere(MemoryTransport):
         pass
 
 
-@pytest.fixture(scope="module", params=["mistral", "qwen3_moe"])
+@pytest.fixture(scope="module", params=["mistral", "qwen3_moe", "deepseek_v3"])
 def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     own = {"sliding_window": 6} if request.param == "mistral" else {}
     return make_tiny(request.param, tmp_path_factory.mktemp("tiny"), num_hidden_layers=2, **own)
@@ -98,7 +98,7 @@ def runner_of(checkpoint: Path, kv_dtype: str) -> Runner:
     )
     with reader:
         model = Llama(spec, share, Alone(), reader=reader, max_model_len=MAX_LEN)
-    layout = KVLayout(spec.num_layers, spec.num_kv_heads, spec.head_dim, PAGE, kv_dtype)
+    layout = layout_of(spec, page_size=PAGE, dtype=kv_dtype)
     (shard,) = tp_shards(layout, spec.num_query_heads, 1, NUM_PAGES)
     pool = make_pool(layout, shard, dtype=DTYPES[kv_dtype], device=META, transport=Nowhere(me="test", hub=MemoryHub()))
     ops = choose("torch", Shapes(spec, share, MAX_LEN, torch.empty(0, device=META), DTYPES[kv_dtype]))

@@ -100,7 +100,9 @@ def test_longest_request_fills_the_last_position(engine: Engine) -> None:
 
 
 @needs_cpp
-def test_decode_is_the_same_bits_in_any_batch(engine: Engine) -> None:
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+def test_decode_is_the_same_bits_in_any_batch(family: str, tmp_path: Path) -> None:
+    engine = build_engine(rank_config(make_tiny(family, tmp_path)))
     prompts = {slot: prompt(5 + 9 * slot, slot) for slot in range(6)}
     ask = Sampling(max_tokens=9, temperature=0.0, logprobs=5)
 
@@ -121,15 +123,18 @@ def test_decode_is_the_same_bits_in_any_batch(engine: Engine) -> None:
 
     together = decode(range(6))
     assert together == {slot: decode([slot])[slot] for slot in range(6)}
+    engine.close()
 
 
 @needs_cpp
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_answer_is_the_same_bits_however_its_tokens_come(dtype: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("qwen3", "float32"), ("qwen3", "bfloat16"), ("deepseek_v3", "bfloat16")]
+)
+def test_an_answer_is_the_same_bits_however_its_tokens_come(family: str, dtype: str, tmp_path: Path) -> None:
     """The prompt cut anywhere; and the answer's first tokens as a part of the prompt, as after a lost instance."""
     if dtype == "bfloat16" and has_bf16_gemm():
         pytest.skip("this CPU multiplies many rows of bfloat16 in oneDNN, which rounds otherwise than our op for few")
-    engine = build_engine(rank_config(make_tiny("qwen3", tmp_path), dtype=dtype))
+    engine = build_engine(rank_config(make_tiny(family, tmp_path), dtype=dtype))
     try:
         tokens = prompt(90, 3)
         whole = generate(engine, tokens, 6, logprobs=5)

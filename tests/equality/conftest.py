@@ -28,7 +28,7 @@ class Case:
 
 @pytest.fixture(scope="session")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
-    families = ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral")
+    families = ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "mistral")
     return {family: _make(family, tmp_path_factory.mktemp(family)) for family in families}
 
 

@@ -18,7 +18,7 @@ from tests.transfer.kit import why_absent
 
 PAIRS = ((1, 1), (2, 1), (1, 2), (3, 2), (2, 4))
 BACKENDS = ("shm", "tcp")
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral")
+FAMILIES = ("llama", "qwen2", "qwen3", "deepseek_v3", "qwen3_moe", "mistral")
 ALL = tuple(itertools.product(FAMILIES, PAIRS, BACKENDS))
 BY_TURNS = tuple(
     (FAMILIES[(i + j) % len(FAMILIES)], pair, backend)

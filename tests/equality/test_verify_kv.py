@@ -15,6 +15,7 @@ class Way(NamedTuple):
     router: tuple[str, ...]
     prefill: tuple[str, ...]
     decode: tuple[str, ...]
+    family: str = "qwen3"
 
 
 WAYS = {
@@ -27,12 +28,19 @@ WAYS = {
         ("--tp", "2"),
         ("--move", "packed", "--page-size", "64", "--num-pages", "200"),
     ),
+    "latents, packed into larger pages": Way(
+        (),
+        ("--tp", "2", "--move", "packed"),
+        ("--tp", "3", "--page-size", "64", "--num-pages", "200"),
+        "deepseek_v3",
+    ),
 }
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_verified_answers_are_those_of_transformers(cases: dict[str, Case], tmp_path: Path, way: str) -> None:
-    case, chosen = cases["qwen3"], WAYS[way]
+    chosen = WAYS[way]
+    case = cases[chosen.family]
     options = {"router": (*chosen.router, "--verify-kv"), "prefill": chosen.prefill, "decode": chosen.decode}
     with apart(case.model, tmp_path, common=COMMON, **options) as cluster:
         assert cluster.generate_all(case.prompts, NUM_TOKENS) == case.answers  # 32 at once

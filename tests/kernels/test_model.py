@@ -35,11 +35,15 @@ from tests.tiny import VOCAB_SIZE, make_tiny
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """qwen3 norms its queries and keys; mistral sees a window; qwen3_moe has experts in every other layer."""
+    """qwen3 norms its queries and keys; mistral sees a window; qwen3_moe and deepseek have experts in one layer of two;
+    deepseek's attention is over latents.
+    """
     folder = tmp_path_factory.mktemp("tiny")
     return {
         "qwen3": make_tiny("qwen3", folder / "qwen3", num_hidden_layers=2),
         "qwen3_moe": make_tiny("qwen3_moe", folder / "moe", num_hidden_layers=2, decoder_sparse_step=2),
+        "deepseek_v2": make_tiny("deepseek_v2", folder / "v2", num_hidden_layers=2, q_lora_rank=None),
+        "deepseek_v3": make_tiny("deepseek_v3", folder / "v3", num_hidden_layers=2),
         "mistral": make_tiny("mistral", folder / "mistral", num_hidden_layers=2, sliding_window=4),
     }
 
@@ -66,7 +70,7 @@ def answers(engine: Engine, sampling: Sampling) -> list[list[Token]]:
     return [first, second]
 
 
-@pytest.mark.parametrize("family", ["qwen3", "mistral", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["qwen3", "mistral", "qwen3_moe", "deepseek_v2", "deepseek_v3"])
 def test_a_model_through_the_kernels_is_transformers(family: str, tiny: dict[str, Path], device: torch.device) -> None:
     engine = engine_of(tiny[family], "triton", device)
     assert "Triton kernels" in engine.notes.operators
@@ -101,10 +105,13 @@ def test_sampled_answers_are_those_of_pytorch(tiny: dict[str, Path], device: tor
     assert told[0] == told[1]
 
 
-def test_over_float8_pages_the_kernels_answer_as_pytorch(tiny: dict[str, Path], device: torch.device) -> None:
+@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
+def test_over_float8_pages_the_kernels_answer_as_pytorch(
+    family: str, tiny: dict[str, Path], device: torch.device
+) -> None:
     told, prompt = [], prompt_of(5, seed=1, vocab_size=VOCAB_SIZE)
     for kernels in ("triton", "torch"):
-        engine = engine_of(tiny["qwen3"], kernels, device, kv_dtype="fp8_e4m3")
+        engine = engine_of(tiny[family], kernels, device, kv_dtype="fp8_e4m3")
         told.append(generate(engine, prompt, 3, logprobs=VOCAB_SIZE))
         engine.close()
     assert ids_of(told[0]) == ids_of(told[1])
@@ -112,10 +119,11 @@ def test_over_float8_pages_the_kernels_answer_as_pytorch(tiny: dict[str, Path], 
         torch.testing.assert_close(logprobs_of(token), logprobs_of(expected), atol=0.02, rtol=0)
 
 
+@pytest.mark.parametrize("family", ["mistral", "deepseek_v3"])
 def test_idle_steps_compile_what_serving_launches_and_leave_the_pool_as_it_is(
-    tiny: dict[str, Path], device: torch.device
+    family: str, tiny: dict[str, Path], device: torch.device
 ) -> None:
-    engine = engine_of(tiny["mistral"], "triton", device)
+    engine = engine_of(tiny[family], "triton", device)
     runner = engine._runner
     assert runner is not None
     with torch.inference_mode():
@@ -141,6 +149,14 @@ def test_what_the_kernels_cannot_take_is_refused_with_the_reason(tiny: dict[str,
         operators.choose("triton", shapes_of(tiny["qwen3"], torch.float64))
     with pytest.raises(ConfigError, match="heads of 320 elements are larger than 256"):
         operators.choose("triton", shapes_of(tiny["qwen3"], torch.float32, head_dim=320))
+    shapes = shapes_of(tiny["deepseek_v3"], torch.float32)
+    assert shapes.spec.latent is not None and shapes.spec.experts is not None
+    wider = dataclasses.replace(shapes.spec, latent=dataclasses.replace(shapes.spec.latent, rank=640))
+    with pytest.raises(ConfigError, match="latents of 640 elements are larger than 512"):
+        operators.choose("triton", dataclasses.replace(shapes, spec=wider))
+    thirds = dataclasses.replace(shapes.spec, experts=dataclasses.replace(shapes.spec.experts, num_groups=3))
+    with pytest.raises(ConfigError, match="3 groups of experts are no power of two"):
+        operators.choose("triton", dataclasses.replace(shapes, spec=thirds))
 
 
 def test_auto_on_a_cpu_is_pytorch(tiny: dict[str, Path]) -> None:

@@ -9,9 +9,9 @@ from huggingface_hub.errors import HFValidationError
 
 from pd.doctor.answers import Needs, RankNeeds
 from pd.runtime.config import ConfigError
-from pd.runtime.engine.shards import parts, share_of
+from pd.runtime.engine.shards import layout_of, parts, share_of
 from pd.runtime.engine.spec import ModelSpec, read_spec
-from pd.transfer.layout import KVLayout, page_nbytes, tp_shards
+from pd.transfer.layout import page_nbytes, tp_shards
 
 CPU_DTYPE = {"float16": "bfloat16"}
 """fp16 checkpoints become bfloat16 on CPU (ModelConfig.dtype)."""
@@ -54,14 +54,14 @@ def _needs(spec: ModelSpec, tp: int, *, page_size: int, device: str, kv_cache_dt
         dtype = CPU_DTYPE.get(dtype, dtype)
     kv_dtype = KV_DTYPE.get(kv_cache_dtype, dtype)
     try:
-        layout = KVLayout(spec.num_layers, spec.num_kv_heads, spec.head_dim, page_size, kv_dtype)
+        layout = layout_of(spec, page_size=page_size, dtype=kv_dtype)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     shares = [share_of(spec, tp, rank) for rank in range(tp)]
     shards = tp_shards(layout, spec.num_query_heads, tp, 0)
     ranks = tuple(
         RankNeeds(
-            weights=sum(p.num_elements for p in parts(spec, share).values()) * ITEMSIZE.get(dtype, 4),
+            weights=sum(p.nbytes(ITEMSIZE.get(dtype, 4)) for p in parts(spec, share).values()),
             query_heads=len(share.query_heads),
             kv_heads=len(shard.heads),
             page_nbytes=page_nbytes(layout, shard),
@@ -76,6 +76,7 @@ def _needs(spec: ModelSpec, tp: int, *, page_size: int, device: str, kv_cache_dt
         num_layers=spec.num_layers,
         num_query_heads=spec.num_query_heads,
         num_kv_heads=spec.num_kv_heads,
+        is_latent=spec.latent is not None,
         max_positions=spec.max_positions,
         token_nbytes=layout.token_nbytes,
         ranks=ranks,

@@ -47,7 +47,7 @@ def split(machine: Machine, *, launch: Launch) -> Result:
     kv = f" (KV {needs.kv_dtype})" if needs.kv_dtype != needs.dtype else ""
     shape = f"{needs.architecture}, {needs.num_layers} layers, {needs.dtype}{kv}"
     read = f"{shape}; {needs.num_query_heads} query heads as {_spread(heads)}"
-    read += f", {needs.num_kv_heads} KV heads as {_spread(kv_heads)}"
+    read += ", one latent on each" if needs.is_latent else f", {needs.num_kv_heads} KV heads as {_spread(kv_heads)}"
     if max(heads) > 1.5 * sum(heads) / len(heads):
         busiest = max(heads) / (sum(heads) / len(heads))
         return warn(
@@ -56,7 +56,7 @@ def split(machine: Machine, *, launch: Launch) -> Result:
             f"--tp {max(t for t in range(1, launch.tp + 1) if needs.num_query_heads % t == 0)} divides "
             "the heads evenly",
         )
-    repeated = sum(kv_heads) - needs.num_kv_heads
+    repeated = 0 if needs.is_latent else sum(kv_heads) - needs.num_kv_heads
     return passed(read + (f" ({count(repeated, 'copy')} more than one each)" if repeated else ""))
 
 

@@ -37,7 +37,28 @@ class Attend(Protocol):
     def __call__(
         self, q_THE: Tensor, pools: tuple[Tensor, Tensor], inputs: StepInputs, *, window: int | None
     ) -> Tensor:
-        """out_THE. pools: one layer's k_PKSE and v_PKSE. window: tokens seen, the own one included; None: all."""
+        """out_THE. pools: one layer's k_PKSE and v_PKSE. window: tokens seen, the own one included; None: all.
+
+        Of a model with latents: out_THR, sums of their first elements; pools are both the latents, with rotated keys.
+        """
+
+
+class NamedAttend(Attend, Protocol):
+    note: str  # for the start-up line
+
+
+class OverLatents:
+    """Attention to latents by one that takes them for keys and values: of its sums the first elements are wanted."""
+
+    def __init__(self, attend: NamedAttend, rank: int) -> None:
+        self._attend = attend
+        self._rank = rank
+        self.note = f"{attend.note}, over latents"
+
+    def __call__(
+        self, q_THE: Tensor, pools: tuple[Tensor, Tensor], inputs: StepInputs, *, window: int | None
+    ) -> Tensor:
+        return self._attend(q_THE, pools, inputs, window=window)[..., : self._rank]
 
 
 class Attention:
@@ -51,7 +72,7 @@ class Attention:
         """`max_context`: tokens of the longest request, rounded up to whole pages. `like`: of the queries' dtype and
         device. `kv_dtype`: of the pool, the same or e4m3fn.
         """
-        self._scale = spec.head_dim**-0.5
+        self._scale = spec.attention_scale
         self._padding = _Padding(share.kv_head_of_query, like.device)
         shape = (len(share.kv_heads), max_context, spec.head_dim)
         self._keys, self._values = (like.new_empty(shape) for _ in range(2))
@@ -120,7 +141,8 @@ class Attention:
         skip = start - first * page_size
         pages = pages_L[first:last]
         gathered = []
-        for pool_PKSE, scratch_KXE in zip(pools, (self._keys, self._values), strict=True):
+        scratch = (self._keys,) if pools[0] is pools[1] else (self._keys, self._values)
+        for pool_PKSE, scratch_KXE in zip(pools, scratch, strict=False):
             whole_KXE = scratch_KXE[:, : (last - first) * page_size]
             into_KXE = whole_KXE if self._narrow is None else self._narrow[:, : whole_KXE.shape[1]]
             into_KLSE = into_KXE.view(len(into_KXE), last - first, page_size, -1)
@@ -128,7 +150,7 @@ class Attention:
             if into_KXE is not whole_KXE:
                 whole_KXE.copy_(into_KXE.view(E4M3))
             gathered.append(whole_KXE[:, skip : skip + stop - start])
-        return gathered[0], gathered[1]
+        return gathered[0], gathered[-1]
 
 
 class _Padding:

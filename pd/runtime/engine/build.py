@@ -27,7 +27,7 @@ from pd.runtime.engine.operators import Shapes, choose, takes_kernels
 from pd.runtime.engine.room import Room, measure, out_of_memory
 from pd.runtime.engine.runner import Launched, Runner
 from pd.runtime.engine.sampler import Sampler
-from pd.runtime.engine.shards import parts, share_of
+from pd.runtime.engine.shards import layout_of, parts, share_of
 from pd.runtime.engine.spec import ModelSpec, read_spec
 from pd.runtime.engine.weights import DTYPES, Checkpoint, Reader, open_checkpoint
 from pd.runtime.wire.plans import StepPlan
@@ -127,18 +127,13 @@ def _check(config: RankConfig) -> _Checked:
     kv_dtype = _attempt(faults, lambda: _kv_dtype(instance.kv.dtype, dtype or torch.float32))
     _attempt(faults, lambda: _check_sizes(instance, spec))
     if not faults:
-        _attempt(faults, lambda: checkpoint.check(parts(spec, share_of(spec, instance.device.tp, config.rank))))
+        _attempt(
+            faults, lambda: checkpoint.check(parts(spec, share_of(spec, instance.device.tp, config.rank)), spec.unread)
+        )
     if faults or device is None or dtype is None or kv_dtype is None:
         hints = [fault.hint for fault in faults if fault.hint]
         raise ConfigError(*(str(fault) for fault in faults), hint="; ".join(hints))
-    layout = KVLayout(
-        num_layers=spec.num_layers,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        page_size=instance.kv.page_size,
-        dtype=_name(kv_dtype),
-        order=instance.kv.order,
-    )
+    layout = layout_of(spec, page_size=instance.kv.page_size, dtype=_name(kv_dtype), order=instance.kv.order)
     return _Checked(spec, checkpoint, device, dtype, kv_dtype, layout)
 
 

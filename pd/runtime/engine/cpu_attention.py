@@ -24,6 +24,9 @@ from pd.transfer.float8 import E4M3, bits
 # T tokens of the step, B requests, H query heads, K kv heads, E head size, C context, P pages, S tokens a page, L pages
 # of a request's table
 
+MAX_HEAD_SIZE = 576
+"""As kernels/cpu/ops.h has it: DeepSeek's latent of 512 with its rotated key of 64."""
+
 
 class NativeAttention:
     """One rank's attention over its pool; holds no scratch. For queries that `native_for` takes.
@@ -36,7 +39,7 @@ class NativeAttention:
 
     def __init__(self, spec: ModelSpec, share: RankShare) -> None:
         kv_head_of_query_H = torch.tensor(share.kv_head_of_query, dtype=torch.int32)
-        scale = spec.head_dim**-0.5
+        scale = spec.attention_scale
         self._heads = {window: Heads(kv_head_of_query_H, scale, window) for window in spec.windows}
 
     def __call__(
@@ -78,7 +81,8 @@ def _widened(
     """A pool of these pages alone, and the table of its one request."""
     num_pages = -(-length // pools[0].shape[2])
     held = pages_L[:num_pages].long()
-    k_PKSE, v_PKSE = (bits(pool)[held].view(E4M3).to(dtype) for pool in pools)
+    k_PKSE = bits(pools[0])[held].view(E4M3).to(dtype)
+    v_PKSE = k_PKSE if pools[1] is pools[0] else bits(pools[1])[held].view(E4M3).to(dtype)
     return (k_PKSE, v_PKSE), torch.arange(num_pages, dtype=torch.int32)[None]
 
 

@@ -24,7 +24,8 @@ class KVPool:
 
     shard: Shard
     region: Tensor  # all bytes that the transport knows: the pool's, then those of staging
-    layers: tuple[tuple[Tensor, Tensor], ...]  # k_PKSE and v_PKSE, strided by the layout's order
+    layers: tuple[tuple[Tensor, Tensor], ...]
+    """k_PKSE and v_PKSE, strided by the layout's order; of MLA the latents, one tensor twice."""
 
 
 def count_pages(kv: KVConfig, layout: KVLayout, shard: Shard, *, device: torch.device, num_sharing: int) -> int:
@@ -76,7 +77,11 @@ def make_pool(
             hint="lower --kv-memory or --num-pages",
         ) from error
     flat = region[: pool_nbytes(layout, shard)].view(dtype)
-    return KVPool(shard, region, tuple((_view(flat, k), _view(flat, v)) for k, v in views(layout, shard)))
+    layers = []
+    for k, v in views(layout, shard):
+        keys = _view(flat, k)
+        layers.append((keys, keys if v is None else _view(flat, v)))
+    return KVPool(shard, region, tuple(layers))
 
 
 def staging_base(layout: KVLayout, shard: Shard) -> int:
@@ -84,6 +89,5 @@ def staging_base(layout: KVLayout, shard: Shard) -> int:
     return -(-pool_nbytes(layout, shard) // 256) * 256
 
 
-def _view(flat: Tensor, view: View | None) -> Tensor:
-    assert view is not None, "MLA has no V of its own, and no model of ours is MLA yet"
+def _view(flat: Tensor, view: View) -> Tensor:
     return flat.as_strided(view.shape, view.strides, view.offset // flat.itemsize)

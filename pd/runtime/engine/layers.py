@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from pd.runtime.engine import cpu_ops
 
-# T tokens of the step, N outputs, I inputs, V this rank's vocabulary
+# T tokens of the step, H heads, N outputs, I inputs, V this rank's vocabulary
 
 Linear = Callable[[Tensor], Tensor]
-"""x_TI -> out_TN."""
+"""x_TI -> out_TN; one for each head: x_THI -> out_THN."""
+
+Gated = tuple[Linear, Linear]
+"""An MLP: gate and up as one, and down."""
 
 
 def make_linear(weight_NI: Tensor, bias_N: Tensor | None = None) -> Linear:
@@ -25,6 +29,15 @@ def make_linear(weight_NI: Tensor, bias_N: Tensor | None = None) -> Linear:
     """
     packed = cpu_ops.pack(weight_NI)
     return lambda x_TI: cpu_ops.linear(x_TI, packed, bias_N)
+
+
+def make_head_linear(weight_HNI: Tensor) -> Linear:
+    """x[h] @ weight[h].T of every head h. On a CPU a head at a time, for the sake of `make_linear`'s bits."""
+    if not weight_HNI.is_cpu:
+        weight_HIN = weight_HNI.transpose(1, 2).contiguous()
+        return lambda x_THI: torch.bmm(x_THI.transpose(0, 1), weight_HIN).transpose(0, 1)
+    heads = [make_linear(weight_NI.contiguous()) for weight_NI in weight_HNI]
+    return lambda x_THI: torch.stack([linear(x_THI[:, h]) for h, linear in enumerate(heads)], dim=1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,10 @@
 |---|---|---|---|
 | torch | any device | `cpu_ops`: C++ on a CPU where built, else PyTorch | `NativeAttention`, or `Attention` |
 | … with a float8 pool | | the same, but what writes K and V is PyTorch | the same, pages widened a request at a time |
-| triton | GPUs; a CPU under TRITON_INTERPRET=1 | `pd.kernels` | `PagedAttention` |
+| triton | GPUs; a CPU under TRITON_INTERPRET=1 | `pd.kernels` | `PagedAttention`, or `PagedLatents` |
 | auto | | triton on a GPU where it can be imported and takes dtype and heads, else torch | |
+
+Over latents PyTorch's and C++'s attention takes them for keys and values alike (`OverLatents`).
 
 `pd.kernels` is imported here alone, when it is chosen: where triton is not installed nothing else may ask for it.
 """
@@ -24,12 +26,12 @@ from torch import Tensor
 
 from pd.runtime.config import ConfigError
 from pd.runtime.engine import cpu_ops
-from pd.runtime.engine.attention import Attend, Attention
-from pd.runtime.engine.cpu_attention import NativeAttention
+from pd.runtime.engine.attention import Attend, Attention, NamedAttend, OverLatents
+from pd.runtime.engine.cpu_attention import MAX_HEAD_SIZE, NativeAttention
 from pd.runtime.engine.cpu_build import native_for
 from pd.runtime.engine.draws import Draws, Filters, Penalties, torch_draws
 from pd.runtime.engine.experts import Experts, mix
-from pd.runtime.engine.paged_attention import PagedAttention
+from pd.runtime.engine.paged_attention import PagedAttention, PagedLatents
 from pd.runtime.engine.shards import RankShare
 from pd.runtime.engine.spec import ModelSpec
 from pd.runtime.engine.staging import upload
@@ -37,7 +39,7 @@ from pd.transfer.packed import Place
 from pd.transfer.reshard import Reshard, reshard
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-LARGEST_HEAD, MOST_EXPERTS = 256, 1024  # elements; the tuning tables end there
+LARGEST_HEAD, LARGEST_LATENT, MOST_EXPERTS = 256, 512, 1024  # elements; the tuning tables end there
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,33 +88,27 @@ def choose(kernels: str, shapes: Shapes) -> Operators:
 
 def why_not(spec: ModelSpec, like: Tensor) -> str:
     """Why the kernels cannot run; empty if they can."""
-    size, experts = spec.head_dim, spec.experts
+    experts, latent = spec.experts, spec.latent
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     if not _kernel("target").can_run(like.device):
         return f"they run on GPUs, and on a CPU only under TRITON_INTERPRET=1; this is {like.device.type}"
     if like.dtype not in KERNEL_DTYPES:
         return f"they do not compute in {like.dtype}"
-    if size > LARGEST_HEAD:
-        return f"heads of {size} elements are larger than {LARGEST_HEAD}"
+    if latent is None and spec.head_dim > LARGEST_HEAD:
+        return f"heads of {spec.head_dim} elements are larger than {LARGEST_HEAD}"
+    if latent is not None and latent.rank > LARGEST_LATENT:
+        return f"latents of {latent.rank} elements are larger than {LARGEST_LATENT}"
     if experts is not None and experts.num_experts > MOST_EXPERTS:
         return f"{experts.num_experts} experts are more than {MOST_EXPERTS}"
+    if experts is not None and experts.num_groups.bit_count() != 1:
+        return f"{experts.num_groups} groups of experts are no power of two"
     return ""
 
 
 def _torch(shapes: Shapes, why: str) -> Operators:
     is_narrower = shapes.kv_dtype is not shapes.like.dtype
-    attention: NativeAttention | Attention
-    if native_for(shapes.like) is not None:
-        attention = NativeAttention(shapes.spec, shapes.share)
-    else:
-        attention = Attention(
-            shapes.spec,
-            shapes.share,
-            max_context=shapes.max_context,
-            like=shapes.like,
-            kv_dtype=shapes.kv_dtype,
-        )
+    attention = _torch_attention(shapes)
     rows = cpu_ops.describe() if shapes.like.device.type == "cpu" else "PyTorch's operators"
     return Operators(
         rms_norm=cpu_ops.rms_norm,
@@ -127,6 +123,21 @@ def _torch(shapes: Shapes, why: str) -> Operators:
     )
 
 
+def _torch_attention(shapes: Shapes) -> NamedAttend:
+    attend: NamedAttend
+    if native_for(shapes.like) is not None and shapes.spec.head_dim <= MAX_HEAD_SIZE:
+        attend = NativeAttention(shapes.spec, shapes.share)
+    else:
+        attend = Attention(
+            shapes.spec,
+            shapes.share,
+            max_context=shapes.max_context,
+            like=shapes.like,
+            kv_dtype=shapes.kv_dtype,
+        )
+    return attend if shapes.spec.latent is None else OverLatents(attend, shapes.spec.latent.rank)
+
+
 def _triton(shapes: Shapes) -> Operators:
     target = _kernel("target").target_of(shapes.like)
     return Operators(
@@ -135,16 +146,18 @@ def _triton(shapes: Shapes) -> Operators:
         experts=_mix,
         rope_and_write=_kernel("kv_write").rope_and_write,
         draws=_triton_draws(),
-        attention=PagedAttention(
-            shapes.spec,
-            shapes.share,
-            device=shapes.like.device,
-            kernels=(_kernel("paged"), _kernel("paged_decode"), _kernel("paged_prefill")),
-        ),
+        attention=_triton_attention(shapes),
         reshard=_triton_reshard(),
         pads=True,
         note=f"Triton kernels for {target.arch}",
     )
+
+
+def _triton_attention(shapes: Shapes) -> Attend:
+    if shapes.spec.latent is not None:
+        return PagedLatents(shapes.spec.latent, kernels=(_kernel("paged"), _kernel("mla")))
+    kernels = _kernel("paged"), _kernel("paged_decode"), _kernel("paged_prefill")
+    return PagedAttention(shapes.spec, shapes.share, device=shapes.like.device, kernels=kernels)
 
 
 def _mix(x_TI: Tensor, experts: Experts) -> Tensor:
@@ -153,8 +166,10 @@ def _mix(x_TI: Tensor, experts: Experts) -> Tensor:
     """
     route, sort, gemm = _kernel("moe_route"), _kernel("moe_sort"), _kernel("grouped_gemm")
     spec = experts.spec
-    routing = route.Routing(spec.num_chosen, is_renormalised=spec.is_renormalised)
-    weights_TK, ids_TK = route.route(experts.router(x_TI), routing)
+    routing = route.Routing(
+        spec.num_chosen, spec.is_sigmoid, spec.is_renormalised, spec.factor, spec.num_groups, spec.num_groups_chosen
+    )
+    weights_TK, ids_TK = route.route(experts.router(x_TI), routing, experts.bias_X)
     num_pairs = ids_TK.numel()
     tiles = sort.sort_pairs(ids_TK, spec.num_experts, gemm.tile_rows(num_pairs, spec.num_experts, x_TI))
     gate_up_PN = gemm.grouped_gemm(x_TI, experts.gate_up_XNI, tiles, num_pairs=num_pairs, share=spec.num_chosen)

@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from pd.runtime.engine.inputs import StepInputs
+from pd.runtime.engine.latent_spec import LatentSpec
 from pd.runtime.engine.shards import RankShare
 from pd.runtime.engine.spec import ModelSpec
 
-# T tokens of the step, B of them single, H query heads, K kv heads, E head size, P pages of the pool, S tokens a page
+# T tokens of the step, B of them single, H query heads, K kv heads, E head size, R latent elements, P pages of the
+# pool, S tokens a page
 
 
 class PagedAttention:
@@ -25,7 +27,7 @@ class PagedAttention:
         self._decode, self._prefill = decode.paged_decode, prefill.paged_prefill
         self._heads = {
             window: self._paged.heads_of(
-                share.kv_head_of_query, scale=spec.head_dim**-0.5, device=device, window=window
+                share.kv_head_of_query, scale=spec.attention_scale, device=device, window=window
             )
             for window in spec.windows
         }
@@ -44,3 +46,29 @@ class PagedAttention:
             spans = ragged.first_row_B1, ragged.lengths_B
             self._prefill(q_THE[num_single:], pages, spans, heads, out=out_THE[num_single:])
         return out_THE
+
+
+class PagedLatents:
+    """The same over latents; holds no scratch."""
+
+    def __init__(self, latent: LatentSpec, *, kernels: tuple[Any, Any]) -> None:
+        """`kernels`: the modules paged and mla of pd.kernels."""
+        self._spec = latent
+        self._paged, self._mla = kernels
+
+    def __call__(
+        self, q_THE: Tensor, pools: tuple[Tensor, Tensor], inputs: StepInputs, *, window: int | None
+    ) -> Tensor:
+        """out_THR. pools: one layer's latents with their rotated keys, twice. window: must be None."""
+        assert window is None, "no model has both"
+        kv_P1SE, num_single, scale = pools[0], inputs.num_single, self._spec.scale
+        both = kv_P1SE, kv_P1SE[..., : self._spec.rank]
+        out_THR = q_THE.new_empty(*q_THE.shape[:2], self._spec.rank)
+        if num_single:
+            pages = self._paged.Pages(*both, inputs.table_BL)
+            self._mla.mla_decode(q_THE[:num_single], pages, inputs.lengths_B, scale=scale, out=out_THR[:num_single])
+        if (ragged := inputs.ragged) is not None:
+            pages = self._paged.Pages(*both, ragged.table_BL)
+            spans = ragged.first_row_B1, ragged.lengths_B
+            self._mla.mla_prefill(q_THE[num_single:], pages, spans, scale=scale, out=out_THR[num_single:])
+        return out_THR

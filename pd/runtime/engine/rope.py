@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from pd.runtime.engine.rope_spec import RopeSpec
+from pd.runtime.engine.rope_spec import RopeSpec, mscale
 
 # N positions, D half a head's elements
 
@@ -76,9 +76,5 @@ def _yarn_attention_factor(rope: RopeSpec) -> float:
     if rope.attention_factor is not None:
         return rope.attention_factor
     if rope.mscale and rope.mscale_all_dim:
-        return _mscale(rope.factor, rope.mscale) / _mscale(rope.factor, rope.mscale_all_dim)
-    return _mscale(rope.factor, 1.0)
-
-
-def _mscale(factor: float, mscale: float) -> float:
-    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+        return mscale(rope.factor, rope.mscale) / mscale(rope.factor, rope.mscale_all_dim)
+    return mscale(rope.factor, 1.0)

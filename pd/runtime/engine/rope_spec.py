@@ -5,6 +5,7 @@ transformers 5 writes `rope_parameters` (theta in it); older ones `rope_scaling`
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -52,10 +53,18 @@ KINDS: Mapping[str, tuple[str, ...]] = {
 }
 """Each kind and the numbers it cannot do without."""
 
+
+def mscale(factor: float, scale: float) -> float:
+    """How much hotter attention gets where positions are stretched by `factor` (Peng et al. 2023, §3.4)."""
+    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+
 _OPTIONAL = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 
 
-def read_rope(config: Mapping[str, object], max_positions: int) -> tuple[RopeSpec, list[str]]:
+def read_rope(
+    config: Mapping[str, object], max_positions: int, default_theta: float = DEFAULT_THETA
+) -> tuple[RopeSpec, list[str]]:
     """The rotation, and faults in words; with faults the rotation is not to be used."""
     given = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(given, dict):
@@ -69,7 +78,7 @@ def read_rope(config: Mapping[str, object], max_positions: int) -> tuple[RopeSpe
     if (partial := given.get("partial_rotary_factor", config.get("partial_rotary_factor"))) not in (None, 1):
         faults.append(f"partial_rotary_factor {partial} is not supported")
     theta = given.get("rope_theta", config.get("rope_theta"))
-    values: dict[str, object] = {"rope_theta": DEFAULT_THETA if theta is None else theta}
+    values: dict[str, object] = {"rope_theta": default_theta if theta is None else theta}
     values |= {name: given.get(name) for name in KINDS[kind]}
     values |= {name: given[name] for name in _OPTIONAL if given.get(name) is not None and kind == "yarn"}
     original = config.get("original_max_position_embeddings", given.get("original_max_position_embeddings"))

@@ -16,9 +16,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pd.runtime.config import ConfigError
-from pd.runtime.engine.rope_spec import RopeSpec, read_rope
+from pd.runtime.engine.expert_spec import (
+    ExpertSpec,
+    deepseek_v2_experts,
+    deepseek_v3_experts,
+    mixtral_experts,
+    qwen3_experts,
+)
+from pd.runtime.engine.fields import Fields, Json
+from pd.runtime.engine.latent_spec import LatentSpec, read_latent
+from pd.runtime.engine.rope_spec import DEFAULT_THETA, RopeSpec, read_rope
 
-Json = Mapping[str, object]
 _MEND_CONFIG = "copy config.json from the model's publisher again, or give another --model"
 
 
@@ -31,19 +39,11 @@ class Bias(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertSpec:
-    """A mixture of experts in place of an MLP: softmax over all of them, and the best few for each token."""
-
-    num_experts: int
-    num_chosen: int  # a token
-    intermediate_size: int  # of each
-    is_renormalised: bool  # the weights of those chosen are made to sum to 1
-    layers: tuple[bool, ...]  # which have one; the others have an MLP
-
-
-@dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A decoder-only transformer of the Llama kind: RMSNorm, rotary GQA attention, gated SiLU MLP or experts."""
+    """A decoder-only transformer of the Llama kind: RMSNorm, rotary attention, gated SiLU MLP or experts.
+
+    With latent attention `num_kv_heads` is 1 and `head_dim` what a page keeps of a token: all query heads read that.
+    """
 
     architecture: str
     vocab_size: int
@@ -65,9 +65,26 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...]
     dtype: str | None  # the checkpoint's own word; None: it does not say
     experts: ExpertSpec | None = None
+    latent: LatentSpec | None = None
+    num_predicting: int = 0  # layers behind the last that predict further tokens, which we do without
 
     def has_experts(self, layer: int) -> bool:
         return self.experts is not None and self.experts.layers[layer]
+
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """How names of tensors begin that belong to the model and are not wanted."""
+        return tuple(f"model.layers.{self.num_layers + i}." for i in range(self.num_predicting))
+
+    @property
+    def rope_dim(self) -> int:
+        """Elements of a head that are rotated."""
+        return self.head_dim if self.latent is None else self.latent.rope_dim
+
+    @property
+    def attention_scale(self) -> float:
+        """What scores are multiplied with."""
+        return self.head_dim**-0.5 if self.latent is None else self.latent.scale
 
 
 def read_spec(directory: Path) -> ModelSpec:
@@ -76,8 +93,9 @@ def read_spec(directory: Path) -> ModelSpec:
     architectures = config.get("architectures")
     name = str(architectures[0]) if isinstance(architectures, list) and architectures else "not named in config.json"
     if name not in FAMILIES:
+        why = f" ({LACKING[name]})" if name in LACKING else ""
         raise ConfigError(
-            f"{directory}: architecture {name} is not supported", hint=f"supported are {', '.join(FAMILIES)}"
+            f"{directory}: architecture {name} is not supported{why}", hint=f"supported are {', '.join(FAMILIES)}"
         )
     return _Reader(directory, config, FAMILIES[name]).read(name)
 
@@ -128,6 +146,19 @@ def _qwen_moe_windows(config: Json, num_layers: int) -> tuple[int | None, ...]:
     return (window if isinstance(window, int) else None,) * num_layers
 
 
+def _mixtral_windows(config: Json, num_layers: int) -> tuple[int | None, ...]:
+    window = config.get("sliding_window")
+    return (window if isinstance(window, int) else None,) * num_layers
+
+
+def _deepseek_v2_latent(fields: Fields, rope: RopeSpec) -> LatentSpec:
+    return read_latent(fields, rope, is_interleaved=True)
+
+
+def _deepseek_v3_latent(fields: Fields, rope: RopeSpec) -> LatentSpec:
+    return read_latent(fields, rope, is_interleaved=fields.flag("rope_interleave", default=True))
+
+
 @dataclass(frozen=True, slots=True)
 class _Family:
     max_positions: int
@@ -136,8 +167,10 @@ class _Family:
     head_dim: int | None = None  # None: hidden_size over query heads
     has_mlp_bias: bool = False  # whether config.json's mlp_bias means anything
     has_qk_norm: bool = False
-    has_experts: bool = False
+    experts: Callable[[Fields, int], ExpertSpec] | None = None
+    latent: Callable[[Fields, RopeSpec], LatentSpec] | None = None
     windows: Callable[[Json, int], tuple[int | None, ...]] = _no_windows
+    theta: float = DEFAULT_THETA
 
 
 FAMILIES: Mapping[str, _Family] = {
@@ -148,9 +181,21 @@ FAMILIES: Mapping[str, _Family] = {
         32768, Bias.ASKED, num_kv_heads=32, head_dim=128, has_qk_norm=True, windows=_qwen_windows
     ),
     "Qwen3MoeForCausalLM": _Family(
-        32768, Bias.ASKED, num_kv_heads=4, has_qk_norm=True, has_experts=True, windows=_qwen_moe_windows
+        32768, Bias.ASKED, num_kv_heads=4, has_qk_norm=True, experts=qwen3_experts, windows=_qwen_moe_windows
     ),
+    "MixtralForCausalLM": _Family(
+        131072, Bias.NONE, num_kv_heads=8, experts=mixtral_experts, windows=_mixtral_windows, theta=1e6
+    ),
+    "DeepseekV2ForCausalLM": _Family(2048, Bias.ASKED, experts=deepseek_v2_experts, latent=_deepseek_v2_latent),
+    "DeepseekV3ForCausalLM": _Family(4096, Bias.ASKED, experts=deepseek_v3_experts, latent=_deepseek_v3_latent),
 }
+
+LACKING: Mapping[str, str] = {
+    "DeepseekForCausalLM": "the first DeepSeek-MoE; DeepSeek-V2 and V3 are",
+    "DeepseekV32ForCausalLM": "its sparse attention is not computed here; DeepSeek-V2's and V3's attention is",
+    "DeepseekV4ForCausalLM": "its compressed sparse attention is not computed here; DeepSeek-V2's and V3's is",
+}
+"""Relatives of families that we have, and what they would take."""
 
 
 # ---- the fields ----------------------------------------------------------------------------------------------
@@ -161,106 +206,83 @@ class _Reader:
 
     def __init__(self, directory: Path, config: dict[str, object], family: _Family) -> None:
         self._directory = directory
-        self._config = config
+        self._fields = Fields(config)
         self._family = family
-        self._faults: list[str] = []
 
     def read(self, architecture: str) -> ModelSpec:
-        family = self._family
-        num_layers = self._size("num_hidden_layers")
-        num_query_heads = self._size("num_attention_heads")
-        hidden_size = self._size("hidden_size")
-        num_kv_heads = self._size("num_key_value_heads", family.num_kv_heads or num_query_heads)
+        family, fields = self._family, self._fields
+        num_layers = fields.size("num_hidden_layers")
+        num_query_heads = fields.size("num_attention_heads")
+        hidden_size = fields.size("hidden_size")
         rope, max_positions = self._rope()
-        asked = bool(self._config.get("attention_bias", False))
+        latent = family.latent(fields, rope) if family.latent else None
+        if latent is not None:
+            num_kv_heads, head_dim = 1, latent.size
+        else:
+            num_kv_heads = fields.size("num_key_value_heads", family.num_kv_heads or num_query_heads)
+            head_dim = fields.size("head_dim", family.head_dim or hidden_size // num_query_heads or 1)
+        asked = fields.flag("attention_bias")
         spec = ModelSpec(
             architecture=architecture,
-            vocab_size=self._size("vocab_size"),
+            vocab_size=fields.size("vocab_size"),
             hidden_size=hidden_size,
-            intermediate_size=self._size("intermediate_size"),
+            intermediate_size=fields.size("intermediate_size"),
             num_layers=num_layers,
             num_query_heads=num_query_heads,
             num_kv_heads=num_kv_heads,
-            head_dim=self._size("head_dim", family.head_dim or hidden_size // num_query_heads or 1),
-            rms_norm_eps=self._number("rms_norm_eps", 1e-6),
+            head_dim=head_dim,
+            rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
             max_positions=max_positions,
             rope=rope,
             has_qkv_bias=family.bias is Bias.QKV or (family.bias is Bias.ASKED and asked),
             has_output_bias=family.bias is Bias.ASKED and asked,
-            has_mlp_bias=family.has_mlp_bias and bool(self._config.get("mlp_bias", False)),
+            has_mlp_bias=family.has_mlp_bias and fields.flag("mlp_bias"),
             has_qk_norm=family.has_qk_norm,
-            is_tied=bool(self._config.get("tie_word_embeddings", False)),
-            windows=family.windows(self._config, num_layers),
+            is_tied=fields.flag("tie_word_embeddings"),
+            windows=family.windows(fields.config, num_layers),
             eos_token_ids=self._eos(),
             dtype=self._dtype(),
-            experts=self._experts(num_layers) if family.has_experts else None,
+            experts=family.experts(fields, num_layers) if family.experts else None,
+            latent=latent,
+            num_predicting=fields.count("num_nextn_predict_layers", 0),
         )
         self._check(spec)
-        if self._faults:
+        if fields.faults:
             raise ConfigError(
-                *(f"{self._directory / 'config.json'}: {fault}" for fault in self._faults), hint=_MEND_CONFIG
+                *(f"{self._directory / 'config.json'}: {fault}" for fault in fields.faults), hint=_MEND_CONFIG
             )
         return spec
 
     def _check(self, spec: ModelSpec) -> None:
+        faults, config = self._fields.faults, self._fields.config
         if spec.num_query_heads % spec.num_kv_heads:
-            self._faults.append(f"{spec.num_query_heads} query heads do not share {spec.num_kv_heads} KV heads evenly")
-        if spec.head_dim % 2:
-            self._faults.append(f"head_dim {spec.head_dim} is odd: rotary embeddings need pairs")
-        if spec.experts is not None and spec.experts.num_chosen > spec.experts.num_experts:
-            chosen, there = spec.experts.num_chosen, spec.experts.num_experts
-            self._faults.append(f"num_experts_per_tok {chosen} is more than the {there} experts")
+            faults.append(f"{spec.num_query_heads} query heads do not share {spec.num_kv_heads} KV heads evenly")
+        if spec.rope_dim % 2:
+            name = "head_dim" if spec.latent is None else "qk_rope_head_dim"
+            faults.append(f"{name} {spec.rope_dim} is odd: rotary embeddings need pairs")
+        if spec.experts is not None:
+            faults += spec.experts.check()
         if len(spec.windows) != spec.num_layers:
-            self._faults.append(f"{len(spec.windows)} layer_types for {spec.num_layers} layers")
-        if (activation := self._config.get("hidden_act", "silu")) != "silu":
-            self._faults.append(f"hidden_act {activation!r} is not supported; silu is")
-        if quantization := self._config.get("quantization_config"):
+            faults.append(f"{len(spec.windows)} layer_types for {spec.num_layers} layers")
+        if (activation := config.get("hidden_act", "silu")) != "silu":
+            faults.append(f"hidden_act {activation!r} is not supported; silu is")
+        if quantization := config.get("quantization_config"):
             method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-            self._faults.append(f"quantization_config {method!r} is not supported: the weights must be plain")
-
-    def _experts(self, num_layers: int) -> ExpertSpec:
-        """As Qwen3-MoE tells of them; newer transformers say num_local_experts."""
-        said = "num_local_experts" if "num_local_experts" in self._config else "num_experts"
-        step = self._size("decoder_sparse_step", 1)
-        plain = self._config.get("mlp_only_layers") or ()
-        without = set(plain) if isinstance(plain, list | tuple) else set()
-        return ExpertSpec(
-            num_experts=self._size(said, 128),
-            num_chosen=self._size("num_experts_per_tok", 8),
-            intermediate_size=self._size("moe_intermediate_size", 768),
-            is_renormalised=bool(self._config.get("norm_topk_prob", False)),
-            layers=tuple(layer not in without and (layer + 1) % step == 0 for layer in range(num_layers)),
-        )
+            faults.append(f"quantization_config {method!r} is not supported: the weights must be plain")
 
     def _rope(self) -> tuple[RopeSpec, int]:
-        limit = self._size("max_position_embeddings", self._family.max_positions)
-        rope, faults = read_rope(self._config, limit)
-        self._faults += faults
+        limit = self._fields.size("max_position_embeddings", self._family.max_positions)
+        rope, faults = read_rope(self._fields.config, limit, self._family.theta)
+        self._fields.faults += faults
         return rope, rope.stretched(limit)
 
     def _eos(self) -> tuple[int, ...]:
         """generation_config.json's, as transformers' generate takes them, else config.json's."""
         path = self._directory / "generation_config.json"
         generation = _read_json(path) if path.exists() else {}
-        ids = generation.get("eos_token_id", self._config.get("eos_token_id"))
+        ids = generation.get("eos_token_id", self._fields.config.get("eos_token_id"))
         return tuple(i for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int))
 
     def _dtype(self) -> str | None:
-        word = self._config.get("dtype", self._config.get("torch_dtype"))
+        word = self._fields.config.get("dtype", self._fields.config.get("torch_dtype"))
         return word if isinstance(word, str) else None
-
-    def _size(self, name: str, default: int | None = None) -> int:
-        value = self._config.get(name)
-        if value is None:
-            value = default
-        if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
-            return value
-        self._faults.append(f"{name} must be a positive integer, not {value!r}")
-        return 1
-
-    def _number(self, name: str, default: float) -> float:
-        value = self._config.get(name, default)
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            return float(value)
-        self._faults.append(f"{name} must be a number, not {value!r}")
-        return default

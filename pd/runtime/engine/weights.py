@@ -44,8 +44,11 @@ class Checkpoint:
     directory: Path
     headers: Mapping[str, Header]
 
-    def check(self, needed: Mapping[str, Part]) -> None:
-        """Raises ConfigError naming tensors that are missing, of another shape, or of a type we do not read."""
+    def check(self, needed: Mapping[str, Part], unread: tuple[str, ...] = ()) -> None:
+        """Raises ConfigError naming tensors that are missing, of another shape, or of a type we do not read.
+
+        Warns of those that are not needed, but for those whose names begin as `unread` says.
+        """
         faults = [fault for name, part in needed.items() if (fault := self._fault(name, part))]
         if faults:
             more = [f"and {len(faults) - SHOWN_FAULTS} more"] if len(faults) > SHOWN_FAULTS else []
@@ -54,7 +57,7 @@ class Checkpoint:
                 *more,
                 hint="config.json and the safetensors do not belong together, or the download is incomplete",
             )
-        if unused := self._unused(needed):
+        if unused := [name for name in self._unused(needed) if not name.startswith(unread)]:
             log.warning("%s: %d tensors are not used, %s first", self.directory, len(unused), unused[0])
 
     def fingerprint(self, about: str) -> str:
@@ -112,7 +115,10 @@ def _files(directory: Path) -> list[Path]:
 
 
 class Reader:
-    """Reads a rank's parts, one by one, as tensors of one dtype. A context manager: it owns the open files."""
+    """Reads a rank's parts, one by one, as tensors of one dtype, or float32 if they are wide.
+
+    A context manager: it owns the open files.
+    """
 
     def __init__(
         self,
@@ -129,7 +135,7 @@ class Reader:
         self._device = device
         self._report = report
         self._done = 0
-        self._total = sum(part.num_elements for part in needed.values()) * dtype.itemsize
+        self._total = sum(part.nbytes(dtype.itemsize) for part in needed.values())
         self._stack = contextlib.ExitStack()
         self._sources: dict[Path, safe_open] = {}
 
@@ -150,7 +156,7 @@ class Reader:
 
     def stack(self, names: Iterable[str]) -> Tensor:
         """This rank's parts of several tensors, one below the other in a new tensor."""
-        stacked = torch.cat([self._slice(name).to(self._dtype) for name in names])
+        stacked = torch.cat([self._slice(name) for name in names])
         self._done += stacked.nbytes
         self._report(self._done, self._total)
         return stacked.to(self._device)
@@ -167,4 +173,4 @@ class Reader:
         source = self._sources[file].get_slice(name)  # type: ignore[no-untyped-call]
         held = slice(part.held.start, part.held.stop)
         taken: Tensor = source[held] if part.dim == 0 else source[:, held]
-        return taken
+        return taken.to(torch.float32 if part.is_wide else self._dtype)
