@@ -13,6 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from pd.runtime.config import ConfigError, DeviceConfig, KVConfig
 from pd.runtime.engine.build import build
+from pd.runtime.engine.shards import parts, share_of
+from pd.runtime.engine.spec import read_spec
+from pd.runtime.engine.weights import Reader, open_checkpoint
 from pd.transfer.memory import MemoryHub, MemoryTransport
 from tests.engine.driving import build_engine, generate, ids_of, prompt_of, rank_config
 from tests.tiny import VOCAB_SIZE, make_tiny
@@ -166,6 +169,64 @@ def test_sharded_files_read_as_one(checkpoint: Path, tmp_path: Path) -> None:
     (checkpoint / "model.safetensors").unlink()
     (checkpoint / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     assert ids_of(generate(build_engine(rank_config(checkpoint)), prompt, 5)) == expected
+
+
+BLOCK = (8, 24)
+"""Of rows and columns with one scale: neither divides what a rank holds."""
+
+
+def to_float8(checkpoint: Path, kept: tuple[str, ...]) -> dict[str, torch.Tensor]:
+    """Rewrite weights as float8 with a scale a block, but those of such names; return what they then stand for."""
+    stored, meant = {}, {}
+    for name, tensor in load_file(checkpoint / "model.safetensors").items():
+        if tensor.dim() == 1 or name.endswith(kept):
+            stored[name] = meant[name] = tensor
+            continue
+        blocks = [-(-size // by) for size, by in zip(tensor.shape, BLOCK, strict=True)]
+        scales = 2.0 ** torch.randint(-3, 3, blocks, generator=torch.Generator().manual_seed(len(name))) / 7
+        of_each = scales.repeat_interleave(BLOCK[0], 0).repeat_interleave(BLOCK[1], 1)
+        of_each = of_each[: tensor.shape[0], : tensor.shape[1]]
+        stored[name], stored[f"{name}_scale_inv"] = (tensor / of_each).to(torch.float8_e4m3fn), scales
+        meant[name] = stored[name].float() * of_each
+    save_file(stored, checkpoint / "model.safetensors")
+    edit_config(quantization_config={"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": BLOCK})(checkpoint)
+    return meant
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3"])
+def test_float8_weights_are_read_times_their_scales(
+    family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    narrow, plain = (make_tiny(family, tmp_path / name) for name in ("narrow", "plain"))
+    meant = to_float8(narrow, ("embed_tokens.weight", "lm_head.weight", "gate.weight"))
+    spec = read_spec(narrow)
+    for rank in range(3):
+        needed = parts(spec, share_of(spec, 3, rank))
+        checkpoint = open_checkpoint(narrow)
+        checkpoint.check(needed)
+        with Reader(checkpoint, needed, dtype=torch.float32, device=torch.device("cpu"), report=print) as reader:
+            for name, part in needed.items():
+                assert torch.equal(reader.read(name), meant[name].index_select(part.dim, torch.tensor(part.held))), name
+    assert caplog.messages == [], "scales are used"
+    save_file(meant, plain / "model.safetensors")
+    prompt = prompt_of(9, seed=1, vocab_size=VOCAB_SIZE)
+    told = [generate(build_engine(rank_config(each)), prompt, 5, logprobs=3) for each in (narrow, plain)]
+    assert told[0] == told[1]
+
+
+def test_float8_without_its_scales_is_refused_by_name(checkpoint: Path) -> None:
+    to_float8(checkpoint, ())
+    drop(f"{DOWN}_scale_inv")(checkpoint)
+    with pytest.raises(
+        ConfigError, match=re.escape(f"{DOWN}_scale_inv, of shape [9, 5] to go with float8, is missing")
+    ):
+        build_engine(rank_config(checkpoint))
+    put(f"{DOWN}_scale_inv", torch.ones(9, 4))(checkpoint)
+    with pytest.raises(ConfigError, match=re.escape("is F32 [9, 4]")):
+        build_engine(rank_config(checkpoint))
+    edit_config(quantization_config=None)(checkpoint)
+    with pytest.raises(ConfigError, match="is of type F8_E4M3; F32, BF16, F16 are supported"):
+        build_engine(rank_config(checkpoint))
 
 
 def test_progress_ends_at_the_total_and_never_falls(checkpoint: Path) -> None:

@@ -108,8 +108,8 @@ def choose(logits_TX: Tensor, spec: ExpertSpec, bias_X: Tensor | None = None) ->
 
 
 def _sigmoid(x_TX: Tensor) -> Tensor:
-    """As a softmax over x and 0. torch's own rounds an element at the end of a tensor otherwise than elsewhere, so that a
-    token's scores would depend on how many tokens there are; a softmax keeps to its row.
+    """As a softmax over x and 0. torch's own rounds an element at the end of a tensor otherwise than elsewhere, so that
+    a token's scores would depend on how many tokens there are; a softmax keeps to its row.
     """
     return torch.stack((x_TX, torch.zeros_like(x_TX)), dim=-1).softmax(dim=-1)[..., 0]
 

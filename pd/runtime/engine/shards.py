@@ -26,6 +26,7 @@ class Part(NamedTuple):
     dim: int
     held: range
     is_wide: bool = False  # kept as float32, whatever the model's dtype
+    scale_block: tuple[int, int] | None = None  # rows and columns that share a scale where it is stored in float8
 
     @property
     def num_elements(self) -> int:
@@ -98,7 +99,11 @@ def parts(spec: ModelSpec, share: RankShare) -> dict[str, Part]:
     needed["model.norm.weight"] = _whole(spec.hidden_size)
     if not spec.is_tied:
         needed["lm_head.weight"] = embedding
-    return needed
+    if spec.scale_block is None:
+        return needed
+    return {
+        n: part if len(part.shape) == 1 else part._replace(scale_block=spec.scale_block) for n, part in needed.items()
+    }
 
 
 def _norms(spec: ModelSpec) -> dict[str, Part]:

@@ -66,6 +66,7 @@ class ModelSpec:
     dtype: str | None  # the checkpoint's own word; None: it does not say
     experts: ExpertSpec | None = None
     latent: LatentSpec | None = None
+    scale_block: tuple[int, int] | None = None  # rows and columns of a float8 weight that share a scale
     num_predicting: int = 0  # layers behind the last that predict further tokens, which we do without
 
     def has_experts(self, layer: int) -> bool:
@@ -244,6 +245,7 @@ class _Reader:
             dtype=self._dtype(),
             experts=family.experts(fields, num_layers) if family.experts else None,
             latent=latent,
+            scale_block=self._scaled_by(),
             num_predicting=fields.count("num_nextn_predict_layers", 0),
         )
         self._check(spec)
@@ -266,9 +268,19 @@ class _Reader:
             faults.append(f"{len(spec.windows)} layer_types for {spec.num_layers} layers")
         if (activation := config.get("hidden_act", "silu")) != "silu":
             faults.append(f"hidden_act {activation!r} is not supported; silu is")
-        if quantization := config.get("quantization_config"):
-            method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-            faults.append(f"quantization_config {method!r} is not supported: the weights must be plain")
+
+    def _scaled_by(self) -> tuple[int, int] | None:
+        match self._fields.config.get("quantization_config"):
+            case given if not given:
+                return None
+            case {"quant_method": "fp8", "weight_block_size": [int(rows), int(columns)]} if min(rows, columns) > 0:
+                return rows, columns
+            case {"quant_method": method} | method:
+                self._fields.faults.append(
+                    f"quantization_config {method!r} is not supported: the weights must be plain, or fp8 with a "
+                    "weight_block_size"
+                )
+                return None
 
     def _rope(self) -> tuple[RopeSpec, int]:
         limit = self._fields.size("max_position_embeddings", self._family.max_positions)

@@ -27,6 +27,8 @@ log = logging.getLogger("pd.weights")
 
 INDEX = "model.safetensors.index.json"
 SHOWN_FAULTS = 8
+FLOAT8, SCALES = "F8_E4M3", "_scale_inv"
+"""A float8 weight is itself times its scales, one a block of it, in a tensor of its name and this behind it."""
 DTYPES: Mapping[str, torch.dtype] = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """What safetensors call the element types we read."""
 
@@ -71,13 +73,21 @@ class Checkpoint:
             return f"tensor {name} is missing"
         if header.shape != part.shape:
             return f"tensor {name} has shape {list(header.shape)}, config.json says {list(part.shape)}"
+        if header.dtype == FLOAT8 and part.scale_block is not None:
+            blocks = tuple(-(-size // by) for size, by in zip(part.shape, part.scale_block, strict=True))
+            scales = self.headers.get(name + SCALES)
+            if scales is None or scales.shape != blocks or scales.dtype not in DTYPES:
+                there = "missing" if scales is None else f"{scales.dtype} {list(scales.shape)}"
+                return f"tensor {name + SCALES}, of shape {list(blocks)} to go with float8, is {there}"
+            return None
         if header.dtype not in DTYPES:
             return f"tensor {name} is of type {header.dtype}; {', '.join(DTYPES)} are supported"
         return None
 
     def _unused(self, needed: Mapping[str, Part]) -> list[str]:
         harmless = ("rotary_emb.inv_freq", "lm_head.weight")
-        return [name for name in self.headers if name not in needed and not name.endswith(harmless)]
+        used = needed.keys() | {name + SCALES for name, part in needed.items() if part.scale_block is not None}
+        return [name for name in self.headers if name not in used and not name.endswith(harmless)]
 
 
 def open_checkpoint(directory: Path) -> Checkpoint:
@@ -167,10 +177,24 @@ class Reader:
         return self.stack(held) if held else None
 
     def _slice(self, name: str) -> Tensor:
-        file, part = self._checkpoint.headers[name].file, self._needed[name]
-        if file not in self._sources:
-            self._sources[file] = self._stack.enter_context(safe_open(file, framework="pt"))
-        source = self._sources[file].get_slice(name)  # type: ignore[no-untyped-call]
+        header, part = self._checkpoint.headers[name], self._needed[name]
+        source = self._open(header.file).get_slice(name)  # type: ignore[no-untyped-call]
         held = slice(part.held.start, part.held.stop)
         taken: Tensor = source[held] if part.dim == 0 else source[:, held]
+        if header.dtype == FLOAT8:
+            taken = taken.to(torch.float32) * self._scales(name, part)
         return taken.to(torch.float32 if part.is_wide else self._dtype)
+
+    def _scales(self, name: str, part: Part) -> Tensor:
+        """Of every element that is held."""
+        assert part.scale_block is not None
+        file = self._checkpoint.headers[name + SCALES].file
+        scales: Tensor = self._open(file).get_tensor(name + SCALES).to(torch.float32)  # type: ignore[no-untyped-call]
+        held = [part.held if dim == part.dim else range(size) for dim, size in enumerate(part.shape)]
+        rows, columns = (torch.arange(r.start, r.stop) // by for r, by in zip(held, part.scale_block, strict=True))
+        return scales[rows][:, columns]
+
+    def _open(self, file: Path) -> safe_open:
+        if file not in self._sources:
+            self._sources[file] = self._stack.enter_context(safe_open(file, framework="pt"))
+        return self._sources[file]
