@@ -16,12 +16,13 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import msgspec
 
+from pd.transfer.copying import batches
 from pd.transfer.transport import Span, TransferError
 
 COPY_S = 10.0
@@ -124,11 +125,13 @@ class DeviceCopier:
         self._device = device
         self._last: Mark | None = None
 
-    def copy(self, src: int, dst: int, spans: Sequence[Span]) -> None:
-        before = self._last
-        self._last = self._device.copy(Move(dst + span.dst, src + span.src, span.nbytes) for span in spans)
-        if before is not None:
-            wait(self._device, before)
+    def steps(self, src: int, dst: int, spans: Sequence[Span]) -> Iterator[None]:
+        for batch in batches(spans):
+            yield
+            before = self._last
+            self._last = self._device.copy(Move(dst + span.dst, src + span.src, span.nbytes) for span in batch)
+            if before is not None:
+                wait(self._device, before)
 
     def finish(self) -> None:
         if self._last is not None:

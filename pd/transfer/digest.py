@@ -13,10 +13,13 @@ Rules
 1. Rows are hashed as they are at the receiver: who sends to another dtype converts first, as the move does.
 2. Sums over parts of the tokens, heads and layers add up to that of all.
 3. What is in hand at once is CHUNK_NBYTES of rows, or one page.
+4. C++ makes the same number, where it was built, for rows in host memory that are hashed as they lie. PyTorch's way
+   says what it means, and does the rest: on GPUs, and where rows are converted first.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +27,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from pd.transfer import native
 from pd.transfer.float8 import E4M3, bits, cast
 from pd.transfer.packed import End
 from pd.transfer.plan import Pair
@@ -34,6 +38,8 @@ from pd.transfer.reshard import DTYPES, views
 CHUNK_NBYTES = 1 << 20
 """Of rows on a CPU: they and what is made of them stay in a core's cache."""
 CHUNK_NBYTES_GPU = 64 << 20
+PART_NBYTES = 8 << 20
+"""Of rows by C++, which keeps nothing of them: a millisecond's work, after which others may have the thread."""
 _LAYER, _HEAD, _POSITION, _KV = 0x9FB21C651E98DF25, 0xD6E8FEB86659FD93, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9
 _MASK = (1 << 64) - 1
 
@@ -49,6 +55,7 @@ class Digester:
     _views: tuple[Tensor, ...] = field(init=False, repr=False)
     _weights: tuple[Tensor, ...] = field(init=False, repr=False)  # of the words of a row of K, and of V
     _places_HL1: Tensor = field(init=False, repr=False)
+    _rows: ctypes.Array[native.Rows] | None = field(init=False, repr=False)  # None: PyTorch does it
 
     def __post_init__(self) -> None:
         device, itemsize = self.region.device, DTYPES[self.dtype].itemsize
@@ -59,12 +66,29 @@ class Digester:
         object.__setattr__(self, "_views", found)
         object.__setattr__(self, "_weights", weights)
         object.__setattr__(self, "_places_HL1", places_HL[:, :, None])
+        is_as_it_lies = self.region.is_cpu and self.dtype == self.end.layout.dtype
+        object.__setattr__(self, "_rows", self._native_rows() if is_as_it_lies and native.load() else None)
 
     def parts(self, pages: Sequence[int], tokens: range) -> Iterator[Tensor]:
         """The digest of `tokens`, in parts to be added up modulo 2^64, each one int64 on the region's device.
 
         `pages` are the pool's; the first begins with `tokens.start`. Each part is begun when it is asked for.
         """
+        return self.parts_by_torch(pages, tokens) if self._rows is None else self._parts_by_native(pages, tokens)
+
+    def _parts_by_native(self, pages: Sequence[int], tokens: range) -> Iterator[Tensor]:
+        library, rows, size = native.load(), self._rows, self.end.layout.page_size
+        assert library is not None and rows is not None
+        of_page = sum(view_PHLSE[0].numel() * view_PHLSE.element_size() for view_PHLSE in self._views)
+        num_pages = max(1, PART_NBYTES // of_page)
+        for first in range(0, len(pages), num_pages):
+            part = tokens[first * size : (first + num_pages) * size]
+            if part:
+                found = library.digest(rows, pages[first : first + num_pages], len(part), part.start)
+                yield torch.tensor(_signed(found))
+
+    def parts_by_torch(self, pages: Sequence[int], tokens: range) -> Iterator[Tensor]:
+        """The reference of `parts`, on any device."""
         size = self.end.layout.page_size
         num_whole, rest = divmod(len(tokens), size)
         for kv, view_PHLSE in enumerate(self._views):
@@ -75,6 +99,15 @@ class Digester:
             if rest:
                 last, start = pages[num_whole : num_whole + 1], tokens.start + num_whole * size
                 yield self._part(view_PHLSE[:, :, :, :rest], last, kv=kv, start=start)
+
+    def _native_rows(self) -> ctypes.Array[native.Rows]:
+        found = []
+        for view_PHLSE, weights_W in zip(self._views, self._weights, strict=True):
+            itemsize = view_PHLSE.element_size()
+            steps = [step * itemsize for step in view_PHLSE.stride()]
+            sizes = (*view_PHLSE.shape[1:4], self.box.heads.start, self.box.layers.start, view_PHLSE.shape[4], itemsize)
+            found.append(native.Rows(view_PHLSE.data_ptr(), *steps, *sizes, weights_W.data_ptr()))
+        return (native.Rows * len(found))(*found)
 
     @property
     def _chunk_nbytes(self) -> int:

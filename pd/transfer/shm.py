@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from pd.transfer import native
 from pd.transfer.device import Device, Gpu, Shared
 from pd.transfer.host import Life, is_dead, this_life, why_elsewhere
 from pd.transfer.outbox import Outbox
@@ -130,7 +131,9 @@ class ShmTransport:
         self._peers[peer] = (there, known)
 
     def describe(self, peer: str) -> str | None:
-        return f"{self.name} (one host)" if self._card is None else f"{self.name} (GPU to GPU on one host)"
+        if self._card is not None:
+            return f"{self.name} (GPU to GPU on one host)"
+        return f"{self.name} (one host{'' if native.load() else '; its copies in C++ are not built, so it is slower'})"
 
     def write(self, peer: str, spans: Sequence[Span], *, job: int) -> None:
         self._take(peer, spans, job, is_read=False)

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from pd.transfer.copying import Copier, Copies, batches, populate
+from pd.transfer.copying import Copies, host_copier, populate
 from pd.transfer.device import Device, DeviceCopier, Opened, Shared
 from pd.transfer.host import Life, has_ended, watch
 from pd.transfer.outbox import Outbox
@@ -108,7 +108,7 @@ class ShmWorker:
         self._address = address
         self._outbox = outbox
         self._device = device
-        self._copier: Copies = Copier() if device is None else DeviceCopier(device)
+        self._copier: Copies = host_copier() if device is None else DeviceCopier(device)
         self._arrivals: deque[Peer] = deque()
         self._peers: list[Peer] = []
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -200,10 +200,9 @@ class ShmWorker:
         ours, theirs = self._address, peer.mapping.address
         src, dst = (theirs, ours) if task.is_read else (ours, theirs)
         try:
-            for batch in batches(task.spans):
+            for _ in self._copier.steps(src, dst, task.spans):
                 if peer.cut_reason is not None or self._stop_reason is not None:
                     return  # it is failed with the rest of what waits
-                self._copier.copy(src, dst, batch)
             self._copier.finish()
         except TransferError as error:  # the GPU's
             self._lose(peer, str(error))

@@ -1,4 +1,4 @@
-"""Copies against plain slices, by either way of the copier."""
+"""Copies against plain slices, by each way of copying."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import ctypes
 import random
 import threading
 import time
+from collections.abc import Sequence
 
 import pytest
 
-from pd.transfer.copying import BATCH_NBYTES, Copier, batches
+from pd.transfer.copying import BATCH_NBYTES, Copier, Copies, NativeCopier, batches
+from pd.transfer.native import load, table_of
 from pd.transfer.transport import Span
 from tests.transfer.kit import random_spans
 
@@ -21,9 +23,18 @@ class MovesOnly(Copier):
         self.has_vectors = False
 
 
-@pytest.mark.parametrize("copier", [Copier(), MovesOnly()], ids=["vectors", "moves"])
+@pytest.fixture(params=["native", "vectors", "moves"])
+def copier(request: pytest.FixtureRequest) -> Copies:
+    if request.param != "native":
+        return Copier() if request.param == "vectors" else MovesOnly()
+    native = load()
+    if native is None:
+        pytest.skip("kernels/cpu/bytes is not built here (python -m pd.runtime.engine.cpu_ops build)")
+    return NativeCopier(native)
+
+
 @pytest.mark.parametrize("seed", range(10))
-def test_copies_are_exact(copier: Copier, seed: int) -> None:
+def test_copies_are_exact(copier: Copies, seed: int) -> None:
     rng = random.Random(seed)
     nbytes = rng.choice([3000, 3_000_000])
     source, sink = bytearray(rng.randbytes(nbytes)), bytearray(rng.randbytes(nbytes))
@@ -31,9 +42,41 @@ def test_copies_are_exact(copier: Copier, seed: int) -> None:
     spans = random_spans(rng, nbytes, rng.randint(1, 1200))
     for src, dst, size in spans:
         expected[dst : dst + size] = source[src : src + size]
-    for batch in batches(spans):
-        copier.copy(address_of(source), address_of(sink), batch)
+    copy(copier, source, sink, spans)
     assert sink == expected, f"seed {seed}"
+
+
+@pytest.mark.parametrize("past", [False, True], ids=["plain", "past the cache"])
+def test_any_alignment_and_length_is_copied_and_nothing_beside_it(past: bool) -> None:
+    """By C++, whose lines begin at multiples of 64 bytes of the destination; cut into batches of odd lengths."""
+    native = load()
+    if native is None:
+        pytest.skip("kernels/cpu/bytes is not built here (python -m pd.runtime.engine.cpu_ops build)")
+    rng = random.Random(5)
+    source = bytearray(rng.randbytes(9000))
+    for nbytes in [*range(1, 70), *range(250, 330), 4095, 4096, 8000]:
+        src, dst = rng.randrange(0, 900), rng.randrange(0, 900)
+        sink = bytearray(rng.randbytes(9000))
+        expected = bytearray(sink)
+        expected[dst : dst + nbytes] = source[src : src + nbytes]
+        most = rng.choice([1, 63, 64, 257, 1 << 20])
+        table = table_of([Span(src, dst, nbytes)])
+        for _ in native.copy(address_of(source), address_of(sink), table, most=most, is_past_cache=past):
+            pass
+        assert sink == expected, f"{nbytes} bytes from {src} to {dst}, {most} at a time"
+
+
+def test_what_is_not_asked_for_is_not_copied(copier: Copies) -> None:
+    """A batch a step: who stops after the first leaves the rest as it was."""
+    nbytes = BATCH_NBYTES + 100
+    source, sink = bytearray(b"\x01" * nbytes), bytearray(nbytes)
+    steps = copier.steps(address_of(source), address_of(sink), [Span(0, 0, 10), Span(10, 10, nbytes - 10)])
+    next(steps)
+    assert sink == bytes(nbytes)
+    next(steps)
+    assert sink == source[:BATCH_NBYTES] + bytes(100)
+    assert list(steps) == []
+    assert sink == source
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -56,7 +99,8 @@ def test_batches_are_bounded_and_cover_each_span_once(seed: int) -> None:
     assert rejoined == spans, f"seed {seed}"
 
 
-def test_a_thread_that_runs_python_all_the_time_does_not_stall_a_copy() -> None:
+@pytest.mark.parametrize("copier", ["native", "vectors"], indirect=True)
+def test_a_thread_that_runs_python_all_the_time_does_not_stall_a_copy(copier: Copies) -> None:
     """128 pieces with 5 ms of waiting for each were 640 ms; the bound is half of that, the best of five counts."""
     nbytes, num_pieces = 64 << 10, 128
     source, sink = bytearray(b"\x01" * (nbytes * num_pieces)), bytearray(nbytes * num_pieces)
@@ -72,12 +116,18 @@ def test_a_thread_that_runs_python_all_the_time_does_not_stall_a_copy() -> None:
     took = []
     for _ in range(5):
         began = time.perf_counter()
-        Copier().copy(address_of(source), address_of(sink), spans)
+        copy(copier, source, sink, spans)
         took.append(time.perf_counter() - began)
     is_over.set()
     thread.join()
     assert sink == source
     assert min(took) < 0.32
+
+
+def copy(copier: Copies, source: bytearray, sink: bytearray, spans: Sequence[Span]) -> None:
+    for _ in copier.steps(address_of(source), address_of(sink), spans):
+        pass
+    copier.finish()
 
 
 def address_of(memory: bytearray) -> int:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from pd.transfer.digest import Digester, total, whole
-from pd.transfer.layout import KVLayout, Shard, pool_nbytes, tp_shards
+from pd.transfer.layout import KVKind, KVLayout, Shard, pool_nbytes, tp_shards
+from pd.transfer.native import load
 from pd.transfer.packed import End
 from pd.transfer.plan import Pair, pair_up
 from pd.transfer.reshard import DTYPES, views
@@ -96,6 +97,33 @@ def test_what_is_sent_and_what_landed_have_one_digest_in_any_two_shapes(seeds: r
             for pool in landed
         ]
         assert total(halves) == here, f"seed {seed}: in two parts, cut at {cut}"
+
+
+@pytest.mark.skipif(load() is None, reason="kernels/cpu/bytes is not built: python -m pd.runtime.engine.cpu_ops build")
+@pytest.mark.parametrize("seeds", [range(i, i + 50) for i in range(0, 400, 50)], ids=str)
+def test_cpp_makes_of_any_pool_the_number_that_torch_makes(seeds: range) -> None:
+    """Any dtype, axis order, page size, head size, box of heads and layers, pages, and tokens of them."""
+    for seed in seeds:
+        rng = random.Random(seed)
+        torch.manual_seed(seed)
+        sizes = {"head_dim": rng.choice([1, 3, 7, 8, 40, 64, 100]), "dtype": rng.choice(list(DTYPES))}
+        layout = replace(random_layout(rng), order=random_order(rng), page_size=rng.choice([1, 3, 4, 16]), **sizes)
+        if layout.kind is KVKind.GQA:
+            layout = replace(layout, v_head_dim=rng.choice([None, 1, 5, 24, 33]))
+        shard = rng.choice(group(rng, layout))
+        pool = Pool(layout, shard)
+        heads, layers = (some(rng, every) for every in (shard.heads, shard.layers))
+        digester = Digester(pool.region, pool.end, Pair(0, 0, layers, heads), layout.dtype)
+        pages = rng.sample(range(NUM_PAGES), NUM_PAGES)
+        start = rng.choice([0, 5, 1 << 20]) * layout.page_size
+        tokens = range(start, start + rng.randint(0, NUM_PAGES * layout.page_size))
+        by_torch = total([int(part) for part in digester.parts_by_torch(pages, tokens)])
+        assert total([int(part) for part in digester.parts(pages, tokens)]) == by_torch, f"seed {seed}: {pool.end}"
+
+
+def some(rng: random.Random, every: range) -> range:
+    start = rng.randrange(every.start, every.stop)
+    return range(start, rng.randint(start + 1, every.stop))
 
 
 LAYOUT = KVLayout(3, 2, 8, 4, "bfloat16", v_head_dim=6)

@@ -1,4 +1,5 @@
-"""Builds kernels/cpu into an extension module beside this file, and loads it where it fits.
+"""Builds kernels/cpu into an extension module beside this file, and loads it where it fits; and kernels/cpu/bytes into
+a library for pd/transfer, which knows neither torch nor Python.
 
 The module's name carries a hash of the sources, the flags, torch's version and Python's: after any of them
 changes, the old one is not found and the ops are plain PyTorch until the next build, which `load` says.
@@ -23,6 +24,8 @@ from typing import Protocol, cast
 
 import torch
 from torch import Tensor
+
+from pd.transfer import native as plain
 
 SOURCES = Path(__file__).parents[3] / "kernels" / "cpu"
 MODULE = "_cpu_ops"
@@ -150,6 +153,7 @@ def has_bf16_gemm() -> bool:
 
 def build() -> str:
     """Compile what is missing, and say what is there now. Raises BuildError; having no compiler is no error."""
+    _build_bytes()
     path = module_path()
     if path is not None and not path.exists():
         if _hindrance():
@@ -170,7 +174,7 @@ def module_path() -> Path | None:
     if platform.machine() not in ("x86_64", "AMD64") or not SOURCES.is_dir():
         return None
     key = hashlib.sha256(f"{torch.__version__} {sys.implementation.cache_tag} {COMMON} {UNITS}".encode())
-    for source in sorted(SOURCES.iterdir()):
+    for source in sorted(path for path in SOURCES.iterdir() if path.is_file()):
         key.update(source.read_bytes())
     return Path(__file__).with_name(f"{MODULE}.{key.hexdigest()[:16]}.so")
 
@@ -185,6 +189,19 @@ def _hindrance() -> str:
         return "no g++"
     header = Path(sysconfig.get_paths()["include"]) / "Python.h"
     return "" if header.exists() else f"no {header}"
+
+
+def _build_bytes() -> None:
+    path = plain.library_path()
+    if path is None or path.exists() or shutil.which("g++") is None:
+        return
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".cpu_ops-") as folder:
+        linked = Path(folder) / path.name
+        _run(*plain.build_command(linked))
+        for old in path.parent.glob(f"{plain.LIBRARY}.*.so"):
+            old.unlink(missing_ok=True)
+        os.replace(linked, path)
+    plain.load.cache_clear()
 
 
 def _compile(folder: Path) -> Path:
