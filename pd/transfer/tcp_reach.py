@@ -166,7 +166,7 @@ class Peer:
             self._open.clear()
             self._waiting.clear()
         self._fail_broken_off(may_land=True)
-        said: list[Completion] = [JobFailed(job.job, self.name, reason, may_land=True) for job in sent]
+        said: list[Completion] = [JobFailed(job.job, self.name, reason, not job.is_read) for job in sent]
         said += [JobFailed(job.job, self.name, reason) for job in unsent]
         if not is_ours:
             said.append(PeerLost(self.name, reason))
@@ -174,7 +174,8 @@ class Peer:
 
     def _fail_broken_off(self, *, may_land: bool) -> None:
         why = self._why_broken
-        self.ours.outbox.put(*(JobFailed(job.job, self.name, why, may_land) for job in self._broken_off))
+        for job in self._broken_off:  # what was read comes through our own hands, and they let go
+            self.ours.outbox.put(JobFailed(job.job, self.name, why, may_land and not job.is_read))
         self._broken_off.clear()
 
     def _hang_up(self) -> None:

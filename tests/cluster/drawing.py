@@ -70,6 +70,7 @@ def scenario(seed: int, profile: Profile | None = None, size: Size | None = None
     reserve, direction = POLICIES[seed // len(PROFILES) % len(POLICIES)]
     verifies = seed // 7 % 3 == 0
     odds = _odds(rng, profile, size)
+    staging = (rng.randint(1, 4), rng.choice((4, 8, 16)))
     return Scenario(
         seed,
         profile,
@@ -79,7 +80,7 @@ def scenario(seed: int, profile: Profile | None = None, size: Size | None = None
         tuple(_probe(rng, probes_at + 0.01 * index, index) for index in range(frame.num_probes)),
         tuple(strikes),
         replace(odds, corrupt=0.05) if verifies and is_shaky else odds,
-        can_sever=profile is Profile.CALM or rng.random() < 0.5,
+        can_sever=profile is Profile.CALM or rng.random() < (0.3 if direction == "pull" else 0.5),
         whole_at=frame.whole_at,
         settled_at=settled_at,
         max_model_len=frame.max_model_len,
@@ -90,6 +91,7 @@ def scenario(seed: int, profile: Profile | None = None, size: Size | None = None
         direction=direction,
         verifies=verifies,
         streams=seed // 11 % 3 == 0,
+        staging=staging if seed // 5 % (2 if direction == "pull" else 4) == 0 else None,
         clock_offsets={name: rng.choice((0.0, rng.uniform(0.0, 3600.0))) for name in ["router", *names]},
         clock_rates={name: rng.choice((1.0, rng.uniform(0.97, 1.03))) for name in ["router", *names]},
     )

@@ -37,6 +37,7 @@ from pd.runtime.wire.values import Finish, Handle, Ticket, Token
 from pd.transfer.handoff import INBOX, OUTBOX, InboxState, OutboxState
 from pd.transfer.handoff import Effect as Do
 from pd.transfer.handoff import Event as On
+from pd.transfer.staging import Begun, Staging
 
 Patch = pytest.MonkeyPatch
 Plant = Callable[[Patch], None]
@@ -128,6 +129,14 @@ def believe_any_fence(patch: Patch) -> None:
     def believe(self: Inboxes, sender: Peer, handle: Handle, *, now: float) -> list[Effect] | None:
         box = self._inboxes.get(handle)
         return fenced(self, box.life if box is not None else sender, handle, now=now)
+
+    patch.setattr(Inboxes, "fenced", believe)
+
+
+def believe_the_peer_of_our_own_reads(patch: Patch) -> None:
+    def believe(self: Inboxes, sender: Peer, handle: Handle, *, now: float) -> list[Effect] | None:
+        box = self.find(handle, sender)
+        return self.move(box, On.FENCED, now=now) if box is not None else None
 
     patch.setattr(Inboxes, "fenced", believe)
 
@@ -279,6 +288,29 @@ def forget_what_came_before(patch: Patch) -> None:
     patch.setattr(prefix.PrefixCache, "_add", add_orphan)
 
 
+# ---- staging ----------------------------------------------------------------------------------------------------
+
+
+def put_all_in_one_slot(patch: Patch) -> None:
+    begin = Staging.begin
+
+    def begin_there(self: Staging) -> Begun | None:
+        begun = begin(self)
+        return begun._replace(slot=0) if begun is not None else None
+
+    patch.setattr(Staging, "begin", begin_there)
+
+
+def end_all(*, in_doubt: bool) -> Plant:
+    end = Staging.end
+    return instead(Staging, "end", lambda self, part, **_: end(self, part, in_doubt=in_doubt))
+
+
+def keep_the_last_slot(patch: Patch) -> None:
+    begin = Staging.begin
+    patch.setattr(Staging, "begin", lambda self: begin(self) if len(self._free) > 1 else None)
+
+
 R, F, S, Q = InboxState.RESERVED, InboxState.FENCING, InboxState.SEVERING, InboxState.QUARANTINED
 C, D, T = OutboxState.COMPUTING, OutboxState.DRAINING, OutboxState.STOPPING
 FREED = (InboxState.DONE, (Do.FREE,))
@@ -295,6 +327,7 @@ FAULTS: dict[str, Plant] = {
     ),
     "nobody is severed who should be": sever_nobody,
     "a new life's Fenced is taken for its predecessor's": believe_any_fence,
+    "a peer's Fenced counts for a read of ours that may still land": believe_the_peer_of_our_own_reads,
     "any attempt's Landed is taken for this one's": believe_any_landing,
     "a peer counts as severed when the first rank has done it": instead(Tally, "severed", severed_by_one_rank),
     "pages are promised whoever is to write them": promise_to_strangers,
@@ -351,6 +384,12 @@ FAULTS: dict[str, Plant] = {
     "a cached page that was matched is not held": hold_no_match,
     "a cached page is known by its own tokens alone": forget_what_came_before,
     "nobody gives way when pages are short": instead(DecodePart, "_preempt_younger", lambda self, request: None),
+    # staging
+    "two parts are in one slot": put_all_in_one_slot,
+    "a slot that a lost peer's read may reach is free": end_all(in_doubt=False),
+    "no slot comes back": end_all(in_doubt=True),
+    "what is in doubt stays so when its peer is severed": instead(Staging, "settle", lambda self, peer: None),
+    "the last slot is given to nobody": keep_the_last_slot,
     # the router
     "the router takes old attempts for the current one": instead(Dispatch, "find", find_any_attempt),
     "the router takes an old life for the new one": instead(Membership, "find", find_any_life),

@@ -29,6 +29,7 @@ from pd.runtime.wire.plans import (
 from pd.runtime.wire.values import Handle, Sampling, Token
 from tests.cluster.clock import Clock
 from tests.cluster.model import kv_value, sample, token_at
+from tests.cluster.packing import Packing
 from tests.cluster.scenario import Instance
 from tests.cluster.trace import Violation
 from tests.cluster.writes import Claim, DataPlane, Ended, Write
@@ -37,11 +38,11 @@ Hear = Callable[[int, FromRank], None]
 
 
 @dataclass(slots=True)
-class Both:
-    """Of a streamed share's two halves: the share ends with the later, and fails if one did."""
+class Pieces:
+    """Of a share that is streamed or packed: it ends with the last of them, and fails if one did."""
 
     ended: Ended
-    num_left: int = 2
+    num_left: int
     error: str | None = None
     may_land: bool = False
 
@@ -73,12 +74,16 @@ class Ranks:
         hear: Hear,
         num_heads: int,
         streams: bool = False,
+        staging: tuple[int, int] | None = None,
     ) -> None:
+        """`staging`: slots, and tokens of each; None: all is moved as it lies."""
         self.life = life
         self.page_size = spec.page_size
         self.is_alive = True
         self.num_heads = num_heads
         self._streams = streams
+        slots = [(*staging, num_heads // spec.num_ranks, self._start)] * spec.num_ranks if staging is not None else []
+        self.packings = [Packing(*each) for each in slots]
         garbage = itertools.count(rng.getrandbits(32))
         self.pool = [
             [list(itertools.islice(garbage, spec.page_size)) for _ in range(spec.num_pages)] for _ in range(num_heads)
@@ -93,6 +98,7 @@ class Ranks:
         self.happened: Counter[str] = Counter()
         self.attach_error: Callable[[], float] = lambda: 0.0  # chance that a rank cannot connect to a peer, by now
         self.slowness: Callable[[], float] = lambda: 1.0  # how many times as long as usual all takes, by now
+        self.fail: Callable[[], None] = lambda: None  # the instance is to be started again
         self._slots: dict[int, Slot] = {}
         self._plans: deque[tuple[StepPlan, list[Write]]] = deque()
         self._peers: list[dict[str, Peer]] = [{} for _ in range(spec.num_ranks)]  # attached lives, of each rank
@@ -165,8 +171,9 @@ class Ranks:
 
     @property
     def num_held(self) -> int:
-        """Slots, plans, and answers on their way."""
-        return len(self._slots) + len(self._plans) + self._num_due
+        """Slots, plans, answers on their way, and staging."""
+        staged = sum(packing.num_held for packing in self.packings)
+        return len(self._slots) + len(self._plans) + self._num_due + staged
 
     def die(self) -> None:
         self.is_alive = False
@@ -177,9 +184,19 @@ class Ranks:
         return [page for write in self._plane.reaching(self) for page in write.job.dst_pages]
 
     def _move(self, job: WriteJob, rank: int, *, is_read: bool) -> None:
-        write = Write(job, rank, self, self.peer_of(rank, job.peer), partial(self._ended, rank, job), is_read)
-        self._plane.plan(write)
-        self._clock.after(self._rng.expovariate(500.0), self._plane.start, write)
+        for write in self._writes(job, rank, is_read=is_read):
+            self._plane.plan(write)
+            self._clock.after(self._rng.expovariate(500.0), self._go, write)
+
+    def _go(self, write: Write) -> None:
+        """Let its bytes move, as soon as there is staging for them."""
+        if not self.packings:
+            self._start(write)
+        elif self.is_alive:
+            self.packings[write.rank].give(write)
+
+    def _start(self, write: Write) -> None:
+        self._plane.start(write)
 
     def _take(self, pages: tuple[int, ...], slot: int) -> None:
         self._assert_out_of_reach(pages, f"given to slot {slot}")
@@ -193,14 +210,30 @@ class Ranks:
                     f"page {page} of {self.life} {what}; job {write.job.job} of {write.mover.life} may write it"
                 )
 
-    def _writes(self, job: WriteJob, rank: int) -> list[Write]:
-        """A rank's share of a job: one write, or where it is streamed two, the later of which ends it."""
-        peer, ended = self.peer_of(rank, job.peer), partial(self._ended, rank, job)
-        if not self._streams:
-            return [Write(job, rank, self, peer, ended)]
-        self.happened["streamed"] += 1
-        both = Both(ended)
-        return [Write(job, rank, self, peer, both.end, half=half) for half in (0, 1)]
+    def _writes(self, job: WriteJob, rank: int, *, is_read: bool = False) -> list[Write]:
+        """A rank's share of a job: one write, or where it is streamed or packed some, the last of which ends it."""
+        halves: tuple[int | None, ...] = (0, 1) if self._streams and not is_read else (None,)
+        parts = self.packings[rank].cut(range(job.start, job.stop)) if self.packings else [None]
+        self.happened["streamed"] += len(halves) > 1
+        self.happened["packed"] += len(parts) > 1
+        pieces = Pieces(partial(self._ended, rank, job), len(halves) * len(parts))
+        writes = []
+        for half, part in itertools.product(halves, parts):
+            write = Write(job, rank, self, self.peer_of(rank, job.peer), pieces.end, is_read, half=half, part=part)
+            if self.packings:
+                write.ended = partial(self._unstage, write, pieces.end)
+            writes.append(write)
+        return writes
+
+    def _unstage(self, write: Write, ended: Ended, error: str | None, may_land: bool) -> None:
+        if not self.is_alive:
+            return
+        packing = self.packings[write.rank]
+        packing.end(write, is_done=error is None, may_land=may_land)
+        ended(error, may_land)
+        if packing.staging.is_stuck:
+            self.happened["staging stuck"] += 1
+            self.fail()
 
     def _begin(self) -> None:
         seconds = self._rng.uniform(0.004, 0.03) * self.slowness()
@@ -220,7 +253,7 @@ class Ranks:
             self._answer(rank, StepDone(plan.step, sampled, seconds))
         for write in writes:
             if write.half is None:
-                self._clock.after(self._rng.expovariate(500.0), self._plane.start, write)
+                self._clock.after(self._rng.expovariate(500.0), self._go, write)
         if self._plans:
             self._begin()
 
@@ -240,7 +273,7 @@ class Ranks:
             self._compute(chunk)
         for write in writes:
             if write.half is not None:  # the second may come before the step's end, or after it
-                self._clock.after(self._rng.expovariate((500.0, 100.0)[write.half]), self._plane.start, write)
+                self._clock.after(self._rng.expovariate((500.0, 100.0)[write.half]), self._go, write)
 
     def _compute(self, chunk: Chunk) -> None:
         slot, size = self._slots[chunk.slot], self.page_size
@@ -291,6 +324,9 @@ class Ranks:
             if self._plane.can_sever:
                 self.severed[rank].add(peer)
             clean = self._plane.sever_inward(self, peer)
+        if clean and self.packings:
+            self.packings[rank].staging.settle(peer)
+            self.packings[rank].begin()
         if clean and self._peers[rank].get(peer.name) == peer:
             del self._peers[rank][peer.name]
         self._answer(rank, Severed(*peer, clean=clean))

@@ -107,3 +107,4 @@ class Scenario:
     direction: str = "push"
     verifies: bool = False
     streams: bool = False  # a step's writes begin in two halves, the first while it computes
+    staging: tuple[int, int] | None = None  # KV goes packed, through so many slots of so many tokens a rank

@@ -95,6 +95,13 @@ class Shell:
         if self.ranks is not None:
             self.ranks.die()
 
+    def end(self) -> None:
+        """It ends by itself."""
+        if self.is_alive:
+            self.die()
+            if self.on_exit is not None:
+                self.on_exit()
+
     def hear_rank(self, rank: int, message: FromRank) -> None:
         self.hear(Received(Peer(str(rank), ""), message))
 
@@ -167,9 +174,7 @@ class Shell:
                 assert self.tell is not None, f"{self.life} tells a client {effect}"
                 self.tell(effect)
             case Exit():
-                self.die()
-                if self.on_exit is not None:
-                    self.on_exit()
+                self.end()
 
     def _tick(self) -> None:
         if self.is_alive:

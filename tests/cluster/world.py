@@ -273,12 +273,14 @@ class World:
             hear=shell.hear_rank,
             num_heads=whole.num_heads,
             streams=whole.streams,
+            staging=whole.staging,
         )
         self._lives[life] = ranks
         ranks.happened = self.happened
         ranks.slowness = lambda: SLOWNESS if self.network.is_slow(spec.name) else 1.0
         ranks.attach_error = lambda: self.plane.odds.attach_error
         shell.check = lambda: brain.check(ranks.reachable())
+        ranks.fail = shell.end
         shell.on_exit = lambda: self._exit(shell, spec)
         shell.start(self._rng)
 

@@ -1,6 +1,9 @@
 """One-sided writes between pools: they read when they land, they land late, and only severing stops them.
 
-A read is the same the other way: who begins it is who is written to. It ends with its process, and when it fails.
+A read is the same the other way: who begins it is who is written to. It ends with its process, and when it fails; but
+where nobody can be severed and its peer has died, what the network has of it may come late.
+
+Packed, a part lands out of the slot that it is in, or (read) in that slot.
 
 The watch over pages is here too: a page that a write may still reach must not be given to anybody else.
 """
@@ -46,6 +49,9 @@ class Write:
     ended: Ended
     is_read: bool = False
     half: int | None = None  # of a job that is streamed: its even tokens, or its odd ones
+    part: range | None = None  # of a job that is packed: what fits a slot
+    number: int | None = None  # among its rank's parts, from when it waits for a slot
+    image: list[list[int]] | None = None  # its slot, by head and token
     has_started: bool = False
     is_orphan: bool = False  # its end was told, or nobody is left to tell; the network still has it
     is_over: bool = False
@@ -53,6 +59,26 @@ class Write:
 
     def __post_init__(self) -> None:
         self.heads = tuple(self.mover.heads_of(self.rank))
+
+    @property
+    def tokens(self) -> range:
+        return self.part or range(self.job.start, self.job.stop)
+
+    def has(self, token: int) -> bool:
+        return self.half is None or token % 2 == self.half
+
+    def page_of(self, token: int, ranks: Ranks) -> int:
+        """Of the source, or of the target."""
+        pages = self.job.src_pages if ranks is self.source else self.job.dst_pages
+        return pages[(token - self.job.start) // ranks.page_size]
+
+    def check_claim(self, page: int) -> None:
+        """Raises Violation if that page of the target was not promised to this write."""
+        source, target = self.source, self.target
+        assert source is not None and target is not None
+        claim = target.owners.get(page)
+        if not isinstance(claim, Claim) or claim.writer != source.life:
+            raise Violation(f"job {self.job.job} of {source.life} lands in page {page} of {target.life}: {claim}")
 
     @property
     def source(self) -> Ranks | None:
@@ -110,7 +136,7 @@ class DataPlane:
         seconds = rng.expovariate(1.0 / self.odds.write_s) * write.mover.slowness()
         if rng.random() < self.odds.spike:
             seconds += rng.uniform(0.0, 0.6)
-        tokens = range(write.job.start, write.job.stop)
+        tokens = write.tokens
         middle = tokens[rng.randrange(len(tokens) + 1) :] if len(tokens) > 1 else tokens
         first = range(tokens.start, middle.start if middle else tokens.stop)
         self._clock.after(seconds * 0.5, self._land, write, first)
@@ -129,8 +155,8 @@ class DataPlane:
         """Whether nothing of `peer` can write into these pools any more."""
         if self.can_sever:
             return True
-        is_writing = any(w.peer is target and not w.is_read and w.mover.life == peer for w in self._open)
-        return not self.find(peer).is_alive and not is_writing
+        writers = (w.source for w in self._open if w.target is target)
+        return not self.find(peer).is_alive and all(each is None or each.life != peer for each in writers)
 
     def lose_process(self, ranks: Ranks) -> None:
         """A process dies. What its network card has begun may land all the same, for a while."""
@@ -141,7 +167,10 @@ class DataPlane:
                 write.is_orphan = True
                 self._clock.after(self._rng.uniform(0.0, 2.5), self._land_last, write)
         for write in [w for w in self._open if w.peer is ranks and w.has_started]:
-            self._fail_or_hang(write, "the peer died")
+            if write.is_read and self._rng.random() < 0.8:
+                self._lose(write, "the peer died")
+            else:
+                self._fail_or_hang(write, "the peer died")
 
     def reaching(self, target: Ranks) -> Iterator[Write]:
         """Writes that may still reach pages of it."""
@@ -157,26 +186,30 @@ class DataPlane:
         return len(self._open)
 
     def _land(self, write: Write, tokens: range) -> None:
-        target, source, job = write.target, write.source, write.job
+        target, source = write.target, write.source
         if write.is_over or target is None or source is None or not target.is_alive or self._is_severed(write):
             return
-        if write.is_read and not source.is_alive:
+        if write.is_read and not source.is_alive and not write.is_orphan:
             return
         for token in tokens:
-            if write.half is not None and token % 2 != write.half:
-                continue
-            page = job.dst_pages[(token - job.start) // target.page_size]
-            claim = target.owners.get(page)
-            if not isinstance(claim, Claim) or claim.writer != source.life:
-                raise Violation(f"job {job.job} of {source.life} lands in page {page} of {target.life}: {claim}")
-            from_page = job.src_pages[(token - job.start) // source.page_size]
-            for head in write.heads:
-                value = source.pool[head][from_page][token % source.page_size]
-                target.pool[head][page][token % target.page_size] = value
+            if write.has(token):
+                self._land_one(write, token, source, target=target)
         if tokens and self.odds.corrupt and self._rng.random() < self.odds.corrupt:
             token, head = self._rng.choice(tokens), self._rng.choice(write.heads)
-            page = job.dst_pages[(token - job.start) // target.page_size]
-            target.pool[head][page][token % target.page_size] ^= 1
+            target.pool[head][write.page_of(token, target)][token % target.page_size] ^= 1
+
+    def _land_one(self, write: Write, token: int, source: Ranks, *, target: Ranks) -> None:
+        at, to_page, from_page = token - write.tokens.start, write.page_of(token, target), write.page_of(token, source)
+        if write.image is None or not write.is_read:
+            write.check_claim(to_page)
+        for index, head in enumerate(write.heads):
+            value = source.pool[head][from_page][token % source.page_size]
+            if write.image is None:
+                target.pool[head][to_page][token % target.page_size] = value
+            elif write.is_read:
+                write.image[index][at] = value
+            else:
+                target.pool[head][to_page][token % target.page_size] = write.image[index][at]
 
     def _finish(self, write: Write, tokens: range) -> None:
         if write.is_over or write.is_orphan:
@@ -190,7 +223,7 @@ class DataPlane:
         """What a dead process had begun comes to its end, whoever owns the pages by now."""
         if not write.is_over:
             self.happened["late write"] += 1
-            self._land(write, range(write.job.start, write.job.stop))
+            self._land(write, write.tokens)
             self._end(write, None)
 
     def _break(self, write: Write) -> None:
@@ -205,13 +238,18 @@ class DataPlane:
     def _lose(self, write: Write, error: str) -> None:
         """It fails, and what the network has of it may land or not: nobody confirmed that it ended.
 
-        Over shared memory, which is what cannot be severed, there is no network and no such doubt.
+        What cannot be severed is shared memory, where there is no network and no such doubt of a write; or a library,
+        which has of a read what its dead peer has sent.
         """
         if write.is_orphan:
             return
-        if write.is_read or not self.can_sever or self._rng.random() < 0.3:
+        is_doubtful = self.can_sever
+        if write.is_read:
+            is_doubtful = not self.can_sever and write.source is not None and not write.source.is_alive
+        if not is_doubtful or self._rng.random() < 0.3:
             self._end(write, error)
             return
+        self.happened["read in doubt" if write.is_read else "write in doubt"] += 1
         write.is_orphan = True
         write.ended(error, True)
         self._clock.after(self._rng.uniform(0.0, 2.5), self._land_last, write)

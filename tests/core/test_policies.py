@@ -35,7 +35,7 @@ from pd.runtime.wire.messages import (
     Reserve,
     Tokens,
 )
-from pd.runtime.wire.plans import Sever, Transfer, WriteDone
+from pd.runtime.wire.plans import Sever, Severed, Transfer, WriteDone
 from pd.runtime.wire.values import Role, Ticket, Token
 
 D = Peer("d", EPOCH)
@@ -242,6 +242,22 @@ def test_a_failed_read_fails_the_attempt_and_frees_both_ends() -> None:
     effects = me.rank(WriteDone(job, "broken", 0, 1.0))
     assert said(effects, Failed)[0].reason == "read from p failed: broken"
     assert said(effects, Released) == [Released(request.handle)] and me.brain.is_idle()
+
+
+def test_a_peers_word_frees_nothing_that_a_failed_read_of_ours_may_reach() -> None:
+    """What a lost peer has sent of it may still come; its Fenced, sent before it died, is of writes alone."""
+    me = Instance(Role.DECODE)
+    request, job = reading(me)
+    effects = me.rank(WriteDone(job, "lost", 0, 1.0, may_land=True))
+    assert said(effects, Sever) == [Sever(*P)]
+    me.peer(P, Fenced(request.handle, "left"))
+    assert me.brain.load().num_free_pages == 61
+    me.rank(Severed(*P, clean=False))
+    me.peer(P, Fenced(request.handle, "left"))
+    assert me.brain.load().num_free_pages == 61 and not me.brain.is_idle()
+    assert said(me.wait(2.1), Sever) == [Sever(*P)], "asked again: it may have ended since"
+    me.rank(Severed(*P, clean=True))
+    assert me.brain.is_idle()
 
 
 def test_an_offer_that_nobody_waits_for_is_released_at_once() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -12,14 +13,14 @@ from pd.runtime.engine.kv_pool import staging_base
 from pd.runtime.roles.checking import Checker
 from pd.runtime.roles.mover import Mover, rank_name
 from pd.runtime.roles.packing import Packer
-from pd.runtime.wire.plans import Attach, PeerUnreachable, WriteDone, WriteJob
+from pd.runtime.wire.plans import Attach, PeerUnreachable, Sever, Severed, WriteDone, WriteJob
 from pd.transfer.float8 import bits, cast
 from pd.transfer.layout import DEFAULT_ORDER, KVLayout, Shard, tp_shards
 from pd.transfer.memory import MemoryHub, MemoryTransport
 from pd.transfer.packed import End, Move, PackedWay, choose
 from pd.transfer.plan import Pair, Route, pair_up
 from pd.transfer.reshard import DTYPES, views
-from pd.transfer.transport import LayoutMismatch, TransferError
+from pd.transfer.transport import JobFailed, LayoutMismatch, TransferError
 
 NUM_PAGES, NUM_SLOTS, SLOT_NBYTES = 12, 3, 3000
 LAYERS_FIRST = ("layer", "kv", "page", "token", "head", "dim")
@@ -120,7 +121,8 @@ def test_every_token_arrives_rounded_to_the_peers_dtype_and_nothing_else_changes
         others = tuple(page for page in range(NUM_PAGES) if page not in dst_pages)
         for left in sink.tokens(rank, others, len(others) * ours.page_size):
             assert not left.any(), f"seed {seed}: a page that was not named has changed"
-    assert all(mover.packer is not None and mover.packer.num_taken == 0 for mover in mover_side.movers), f"seed {seed}"
+    for mover in mover_side.movers:
+        assert mover.packer is not None and mover.packer.staging.num_taken == 0, f"seed {seed}"
 
 
 LAYOUT = KVLayout(2, 2, 4, 4, "float32")
@@ -138,7 +140,7 @@ def test_a_peer_that_is_severed_gives_its_slots_back_and_all_its_jobs_end() -> N
     answers = [answer for _ in range(100) for answer in mover.poll()]
     ended = [answer.job for answer in answers if isinstance(answer, WriteDone) and answer.error is not None]
     assert sorted(ended) == [1, 2, 3, 4, 5]
-    assert mover.packer is not None and mover.packer.num_taken == 0
+    assert mover.packer is not None and mover.packer.staging.num_taken == 0
 
 
 def test_a_peer_that_hangs_holds_up_none_but_itself() -> None:
@@ -159,7 +161,46 @@ def test_a_peer_that_hangs_holds_up_none_but_itself() -> None:
     mover.start(WriteJob(2, "quick", 0, 4 * NUM_PAGES, pages, pages))
     answers = [answer for _ in range(100) for answer in mover.poll()]
     assert [(answer.job, answer.error) for answer in answers if isinstance(answer, WriteDone)] == [(2, None)]
-    assert len(held) == 1  # one of three slots
+    assert len(held) == 2  # of three slots
+
+
+class Lossy(MemoryTransport):
+    """Loses a peer in the midst of a read, and cannot say at first that nothing of it comes any more."""
+
+    can_sever = False
+
+    def lose(self, numbers: Sequence[int], peer: str) -> None:
+        self._outbox.put(*(JobFailed(number, peer, "lost", may_land=True) for number in numbers))
+
+    def read(self, peer: str, spans: object, *, job: int) -> None:
+        """It is begun, and nothing comes."""
+
+    def sever(self, peer: str) -> bool:
+        return super().sever(peer) and self.can_sever
+
+
+def test_a_slot_that_a_lost_read_may_still_reach_is_nobodys_until_its_peer_is_severed() -> None:
+    hub = MemoryHub()
+    lost, sink = Side(hub, "p", LAYOUT, tp=1), Side(hub, "d", replace(LAYOUT, dtype="bfloat16"), tp=1)
+    (mover,) = sink.movers
+    transport = Lossy(me="other", hub=hub)
+    transport.allocate(len(sink.regions[0]))
+    assert mover.packer is not None
+    mover.transport = mover.packer.transport = transport
+    mover.attach(lost.order())
+    pages = tuple(range(8))
+    mover.start(WriteJob(1, "p", 0, 4 * 8, pages, pages), is_read=True)
+    staging = mover.packer.staging
+    assert (staging.num_taken, staging.num_waiting) == (2, 0)
+    transport.lose([1, 2], rank_name("p", "e", 0))
+    (done,) = mover.poll()
+    assert isinstance(done, WriteDone) and done.may_land
+    assert staging.num_taken == 2, "the job has ended, and its slots are in doubt"
+    assert mover.sever(Sever("p", "e")) == [Severed("p", "e", False)] and staging.num_taken == 2
+    transport.can_sever = True
+    assert mover.sever(Sever("p", "e")) == [Severed("p", "e", True)] and staging.num_taken == 0
+    assert mover.sever(Sever("p", "e")) == [Severed("p", "e", True)], "asked again"
+    assert mover.sever(Sever("p", "older")) == [Severed("p", "older", False)], "nobody knows that life"
 
 
 # ---- which way ------------------------------------------------------------------------------------------------------

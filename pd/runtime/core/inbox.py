@@ -152,7 +152,11 @@ class Inboxes:
     def fenced(self, sender: Peer, handle: Handle, *, now: float) -> list[Effect] | None:
         """None if no such handoff waits for it."""
         inbox = self.find(handle, sender)
-        return self.move(inbox, Event.FENCED, now=now) if inbox is not None else None
+        if inbox is None:
+            return None
+        if inbox.is_doubtful:  # what may still land is a read of our own, of which the peer can promise nothing
+            return []
+        return self.move(inbox, Event.FENCED, now=now)
 
     def cancel(self, handle: Handle, reason: str, *, now: float) -> list[Effect] | None:
         """The pages are no longer wanted. None if none are promised."""

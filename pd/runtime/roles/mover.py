@@ -14,7 +14,17 @@ from pd.runtime.roles.checking import Checker, Counted
 from pd.runtime.roles.packing import Packer, Part
 from pd.runtime.roles.paths import Paths, Ways, cut, say
 from pd.runtime.roles.streaming import layer_groups
-from pd.runtime.wire.plans import Attach, Digest, FromRank, PeerUnreachable, Sever, Severed, WriteDone, WriteJob
+from pd.runtime.wire.plans import (
+    Attach,
+    Digest,
+    FromRank,
+    PeerUnreachable,
+    RankFailed,
+    Sever,
+    Severed,
+    WriteDone,
+    WriteJob,
+)
 from pd.transfer.digest import total
 from pd.transfer.layout import KVLayout, Shard, check_can_meet, check_shards
 from pd.transfer.packed import End, Move, PackedWay
@@ -105,16 +115,17 @@ class Mover:
     def sever(self, order: Sever) -> list[FromRank]:
         """Cut a life off. Asked again, it is looked at again: what was unclean may have died since."""
         names = [name for name, life in self._owners.items() if (life.peer, life.epoch) == (order.peer, order.epoch)]
-        if not names:  # a life we were never told of: who knows what it may write?
-            return [Severed(order.peer, order.epoch, (order.peer, order.epoch) in self._severed)]
         unclean = [name for name in names if not self.transport.sever(name)]
-        if not unclean:
+        if names and not unclean:
             for name in names:
                 del self._owners[name]
             self._severed.add((order.peer, order.epoch))
             if (life := self._lives.get(order.peer)) and life.epoch == order.epoch:
                 del self._lives[order.peer]
-        return [Severed(order.peer, order.epoch, not unclean)]
+        is_clean = (order.peer, order.epoch) in self._severed  # of a life we were never told of nobody knows
+        if is_clean and self.packer is not None:
+            self.packer.settle((order.peer, order.epoch))
+        return [Severed(order.peer, order.epoch, is_clean)]
 
     def start(self, job: WriteJob, *, is_read: bool = False) -> list[FromRank]:
         """Give this rank's share of `job` to the transport. A rank whose heads others send answers at once."""
@@ -122,7 +133,7 @@ class Mover:
         if life is None:
             return [WriteDone(job.job, f"peer {job.peer} is not attached", 0, 0.0)]
         share = _Share(job.job)
-        self._give(share, life.reads if is_read else life.routes, job, is_read=is_read)
+        self._give(share, life, job, ways=life.reads if is_read else life.routes, is_read=is_read)
         if job.is_digested:
             self._digest(share, job, of=life.sent)
         return self._given(share)
@@ -133,7 +144,7 @@ class Mover:
             self._streams[job.job] = (_Share(job.job), self._lives.get(job.peer))
         share, life = self._streams[job.job]
         if life is not None:
-            self._give(share, life.groups[group], job, is_read=False)
+            self._give(share, life, job, ways=life.groups[group], is_read=False)
         if group + 1 < len(layer_groups(self.shards[self.rank].layers, self.stream_layers)):
             return self._begin()
         del self._streams[job.job]
@@ -166,7 +177,7 @@ class Mover:
                     self._let_go(number, is_done=True)
                     answers += self._end(number, nbytes, seconds, None)
                 case JobFailed(job=number, reason=reason, may_land=may_land):
-                    self._let_go(number, is_done=False)
+                    self._let_go(number, is_done=False, may_land=may_land)
                     self._shares[number].may_land |= may_land
                     answers += self._end(number, 0, 0.0, reason)
                 case PeerLost(peer=name, reason=reason):
@@ -187,12 +198,12 @@ class Mover:
         share.num_open += 1
         self.checker.give(number, job, job.src_pages, of=of)
 
-    def _give(self, share: _Share, ways: Ways, job: WriteJob, *, is_read: bool) -> None:
+    def _give(self, share: _Share, life: _Life, job: WriteJob, *, ways: Ways, is_read: bool) -> None:
         """To the transport, or to staging before that."""
         move = self.transport.read if is_read else self.transport.write
         for name, way in ways:
             if isinstance(way, PackedWay):
-                self._pack(share, name, way, job=job)
+                self._pack(share, life, name, way=way, job=job)
                 continue
             number = next(self._numbers)
             try:
@@ -209,7 +220,7 @@ class Mover:
         share.num_open -= 1
         return self._begin() if share.num_open else [_done(share)]
 
-    def _pack(self, share: _Share, name: str, way: PackedWay, *, job: WriteJob) -> None:
+    def _pack(self, share: _Share, life: _Life, name: str, *, way: PackedWay, job: WriteJob) -> None:
         """To staging, in as many parts as it takes."""
         assert self.packer is not None, "a packed way needs staging"
         ours, theirs = (job.dst_pages, job.src_pages) if way.is_read else (job.src_pages, job.dst_pages)
@@ -217,16 +228,20 @@ class Mover:
             number = next(self._numbers)
             self._shares[number] = share
             share.num_open += 1
-            self.packer.give(Part(number, name, way, tokens, ours, theirs))
+            self.packer.give(Part(number, name, (life.peer, life.epoch), way, tokens, ours, theirs))
 
     def _begin(self) -> list[FromRank]:
         """Start what staging has room for."""
-        failed = self.packer.begin() if self.packer is not None else []
-        return [answer for number, why in failed for answer in self._end(number, 0, 0.0, why)]
+        if self.packer is None:
+            return []
+        answers = [answer for number, why in self.packer.begin() for answer in self._end(number, 0, 0.0, why)]
+        if self.packer.staging.is_stuck:
+            return [*answers, RankFailed(self.rank, "peers that are lost may still write to all of staging", "", False)]
+        return answers
 
-    def _let_go(self, number: int, *, is_done: bool) -> None:
+    def _let_go(self, number: int, *, is_done: bool, may_land: bool = False) -> None:
         if self.packer is not None:
-            self.packer.end(number, is_done=is_done)
+            self.packer.end(number, is_done=is_done, may_land=may_land)
 
     def _say_ways(self) -> None:
         """Log once how KV goes to each peer rank: a slow way that nobody told of is this field's known wound."""

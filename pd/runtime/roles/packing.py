@@ -1,11 +1,10 @@
 """A rank's staging: parts of jobs that are packed before they are written, or unpacked after they are read.
 
-Owned by the Mover. A part waits for a slot, has it while it is under way, and gives it back when its job has ended.
+Owned by the Mover. Which part has which slot, and when, is decided in `Staging`.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,13 +15,14 @@ from torch import Tensor
 
 from pd.transfer.packed import PackedWay
 from pd.transfer.reshard import Reshard, reshard, views
-from pd.transfer.staging import NUM_SLOTS, SLOT_NBYTES, Slots
+from pd.transfer.staging import NUM_SLOTS, SLOT_NBYTES, Staging
 from pd.transfer.transport import TransferError, Transport
 
 
 class Part(NamedTuple):
     number: int  # the transport's job
     name: str  # the peer rank's
+    life: tuple[str, str]  # the peer's name and epoch
     way: PackedWay
     tokens: range  # from the job's first
     ours: tuple[int, ...]  # pages of the whole job
@@ -39,54 +39,49 @@ class Packer:
     reshard: Reshard = reshard
     num_slots: int = NUM_SLOTS
     slot_nbytes: int = SLOT_NBYTES
-    _slots: Slots = field(init=False)
-    _waiting: deque[Part] = field(default_factory=deque)
-    _open: dict[int, tuple[Part, int]] = field(default_factory=dict)  # by the transport's job: and its slot
+    staging: Staging = field(init=False)
+    _parts: dict[int, Part] = field(default_factory=dict)  # by the transport's job: waiting, or under way
+    _bases: dict[int, int] = field(default_factory=dict)  # where the image of one stands that is under way
     _stream: torch.cuda.Stream | None = None
 
     def __post_init__(self) -> None:
-        self._slots = Slots(self.num_slots)
+        self.staging = Staging(self.num_slots)
         if self.region.is_cuda:
             self._stream = torch.cuda.Stream(self.region.device)  # type: ignore[no-untyped-call]
 
-    @property
-    def num_taken(self) -> int:
-        """Slots."""
-        return self._slots.num_taken
-
     def give(self, part: Part) -> None:
         """Have it moved when there is room. Call `begin` after."""
-        self._waiting.append(part)
+        self._parts[part.number] = part
+        self.staging.give(part.number, part.life)
 
     def begin(self) -> list[tuple[int, str]]:
         """Start what has room. Returns the jobs that could not begin, with the reason."""
         failed: list[tuple[int, str]] = []
-        blocked: set[str] = set()
-        kept: deque[Part] = deque()
-        while self._waiting:
-            part = self._waiting.popleft()
-            slot = self._slots.take(part.name) if part.name not in blocked else None
-            if slot is None:
-                blocked.add(part.name)  # its parts keep their order
-                kept.append(part)
-                continue
-            self._open[part.number] = (part, slot)
+        while (begun := self.staging.begin()) is not None:
+            part = self._parts[begun.part]
+            self._bases[part.number] = self.base + begun.slot * self.slot_nbytes
             try:
-                self._start(part, self.base + slot * self.slot_nbytes)
+                self._start(part, self._bases[part.number])
             except (TransferError, ValueError) as error:
-                self._give_back(part.number)
+                self._let_go(part.number)
                 failed.append((part.number, str(error)))
-        self._waiting = kept
         return failed
 
-    def end(self, number: int, *, is_done: bool) -> None:
-        """The transport has ended this job, if it was one of ours. What was read is unpacked."""
-        if number not in self._open:
+    def end(self, number: int, *, is_done: bool, may_land: bool = False) -> None:
+        """The transport has ended this job, if it was one of ours. What was read is unpacked.
+
+        `may_land`: a read into its slot may go on all the same. What is written only comes from there.
+        """
+        if number not in self._parts:
             return
-        part, slot = self._open[number]
-        if is_done and part.way.is_read:
-            self._copy(part, self.base + slot * self.slot_nbytes)
-        self._give_back(number)
+        way = self._parts[number].way
+        if is_done and way.is_read:
+            self._copy(self._parts[number], self._bases[number])
+        self._let_go(number, in_doubt=may_land and way.is_read)
+
+    def settle(self, life: tuple[str, str]) -> None:
+        """Nothing of it can write here any more. Call `begin` after."""
+        self.staging.settle(life)
 
     def _start(self, part: Part, base: int) -> None:
         way = part.way
@@ -121,6 +116,6 @@ class Packer:
             yield
         self._stream.synchronize()
 
-    def _give_back(self, number: int) -> None:
-        _, slot = self._open.pop(number)
-        self._slots.give_back(slot)
+    def _let_go(self, number: int, *, in_doubt: bool = False) -> None:
+        del self._parts[number], self._bases[number]
+        self.staging.end(number, in_doubt=in_doubt)
