@@ -71,6 +71,9 @@ def scenario(seed: int, profile: Profile | None = None, size: Size | None = None
     verifies = seed // 7 % 3 == 0
     odds = _odds(rng, profile, size)
     staging = (rng.randint(1, 4), rng.choice((4, 8, 16)))
+    dies_read = profile is Profile.LATE and direction == "pull"  # under a read, of which more may come
+    if dies_read:
+        strikes = [replace(s, is_cunning=True, event=None) if s.blow is Blow.KILL else s for s in strikes]
     return Scenario(
         seed,
         profile,
@@ -80,7 +83,7 @@ def scenario(seed: int, profile: Profile | None = None, size: Size | None = None
         tuple(_probe(rng, probes_at + 0.01 * index, index) for index in range(frame.num_probes)),
         tuple(strikes),
         replace(odds, corrupt=0.05) if verifies and is_shaky else odds,
-        can_sever=profile is Profile.CALM or rng.random() < (0.3 if direction == "pull" else 0.5),
+        can_sever=profile is Profile.CALM or (rng.random() < 0.5 and not dies_read),
         whole_at=frame.whole_at,
         settled_at=settled_at,
         max_model_len=frame.max_model_len,

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
 import msgspec
-import pytest
 
 from pd.runtime.core import inbox, outbox, prefix
 from pd.runtime.core.answer import Answer, Piece
@@ -37,10 +36,8 @@ from pd.runtime.wire.values import Finish, Handle, Ticket, Token
 from pd.transfer.handoff import INBOX, OUTBOX, InboxState, OutboxState
 from pd.transfer.handoff import Effect as Do
 from pd.transfer.handoff import Event as On
-from pd.transfer.staging import Begun, Staging
-
-Patch = pytest.MonkeyPatch
-Plant = Callable[[Patch], None]
+from tests.cluster.faults_staging import STAGING_FAULTS
+from tests.cluster.planting import Patch, Plant, instead
 
 
 def inbox_rows(rows: Mapping[tuple[InboxState, On], Any]) -> Plant:
@@ -49,10 +46,6 @@ def inbox_rows(rows: Mapping[tuple[InboxState, On], Any]) -> Plant:
 
 def outbox_rows(rows: Mapping[tuple[OutboxState, On], Any]) -> Plant:
     return lambda patch: patch.setattr(outbox, "OUTBOX", MappingProxyType({**OUTBOX, **rows}))
-
-
-def instead(cls: type, method: str, replacement: Callable[..., Any]) -> Plant:
-    return lambda patch: patch.setattr(cls, method, replacement)
 
 
 # ---- at the router ----------------------------------------------------------------------------------------------
@@ -288,29 +281,6 @@ def forget_what_came_before(patch: Patch) -> None:
     patch.setattr(prefix.PrefixCache, "_add", add_orphan)
 
 
-# ---- staging ----------------------------------------------------------------------------------------------------
-
-
-def put_all_in_one_slot(patch: Patch) -> None:
-    begin = Staging.begin
-
-    def begin_there(self: Staging) -> Begun | None:
-        begun = begin(self)
-        return begun._replace(slot=0) if begun is not None else None
-
-    patch.setattr(Staging, "begin", begin_there)
-
-
-def end_all(*, in_doubt: bool) -> Plant:
-    end = Staging.end
-    return instead(Staging, "end", lambda self, part, **_: end(self, part, in_doubt=in_doubt))
-
-
-def keep_the_last_slot(patch: Patch) -> None:
-    begin = Staging.begin
-    patch.setattr(Staging, "begin", lambda self: begin(self) if len(self._free) > 1 else None)
-
-
 R, F, S, Q = InboxState.RESERVED, InboxState.FENCING, InboxState.SEVERING, InboxState.QUARANTINED
 C, D, T = OutboxState.COMPUTING, OutboxState.DRAINING, OutboxState.STOPPING
 FREED = (InboxState.DONE, (Do.FREE,))
@@ -384,12 +354,7 @@ FAULTS: dict[str, Plant] = {
     "a cached page that was matched is not held": hold_no_match,
     "a cached page is known by its own tokens alone": forget_what_came_before,
     "nobody gives way when pages are short": instead(DecodePart, "_preempt_younger", lambda self, request: None),
-    # staging
-    "two parts are in one slot": put_all_in_one_slot,
-    "a slot that a lost peer's read may reach is free": end_all(in_doubt=False),
-    "no slot comes back": end_all(in_doubt=True),
-    "what is in doubt stays so when its peer is severed": instead(Staging, "settle", lambda self, peer: None),
-    "the last slot is given to nobody": keep_the_last_slot,
+    **STAGING_FAULTS,
     # the router
     "the router takes old attempts for the current one": instead(Dispatch, "find", find_any_attempt),
     "the router takes an old life for the new one": instead(Membership, "find", find_any_life),

@@ -167,7 +167,7 @@ class DataPlane:
                 write.is_orphan = True
                 self._clock.after(self._rng.uniform(0.0, 2.5), self._land_last, write)
         for write in [w for w in self._open if w.peer is ranks and w.has_started]:
-            if write.is_read and self._rng.random() < 0.8:
+            if write.is_read:
                 self._lose(write, "the peer died")
             else:
                 self._fail_or_hang(write, "the peer died")
@@ -252,7 +252,11 @@ class DataPlane:
         self.happened["read in doubt" if write.is_read else "write in doubt"] += 1
         write.is_orphan = True
         write.ended(error, True)
-        self._clock.after(self._rng.uniform(0.0, 2.5), self._land_last, write)
+        last_s = self._rng.uniform(0.0, 2.5)
+        if write.image is not None and write.is_read:  # bit by bit, whoever has that slot by then
+            for _ in range(8):
+                self._clock.after(last_s * self._rng.random(), self._land, write, write.tokens)
+        self._clock.after(last_s, self._land_last, write)
 
     def _renew(self, write: Write) -> None:
         """The peer has confirmed a connection before the first byte moves: what lower ones had is over."""
