@@ -69,8 +69,9 @@ def devices(machine: Machine) -> Result:
 def verbs(machine: Machine) -> Result:
     """Whether libibverbs loads and opens each device.
 
-    Asks libibverbs itself. Without it nixl and Mooncake do not import: "libibverbs.so.1: cannot open shared
-    object file". A device without a provider library (libmlx5, libefa …) is in sysfs but does not open.
+    Asks libibverbs itself. Without it Mooncake does not import: "libibverbs.so.1: cannot open shared object file";
+    nixl's wheels bring their own, which has the provider of mlx5 adapters only. A device without a provider library
+    (libmlx5, libefa …) is in sysfs but does not open.
     """
     names = machine.list("/sys/class/infiniband")
     if not names:
@@ -93,7 +94,7 @@ def verbs(machine: Machine) -> Result:
 
 
 _NO_VERBS = (
-    "Nothing can use the adapters: nixl and Mooncake look for libibverbs.so.1.",
+    "Mooncake and NCCL look for libibverbs.so.1; nixl brings its own, for mlx5 adapters only.",
     "apt install libibverbs1 ibverbs-providers (dnf: libibverbs rdma-core)",
 )
 

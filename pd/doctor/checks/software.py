@@ -92,8 +92,7 @@ def nixl(machine: Machine) -> Result:
         return fail(
             f"{answer.why.value}: {answer.reason}",
             "It is installed but does not import.",
-            "libcudart missing: install the wheel of your CUDA (nixl-cu12 or nixl-cu13); libibverbs "
-            "missing: see rdma.verbs",
+            "libcudart missing: install the wheel of your CUDA (nixl-cu12 or nixl-cu13)",
         )
     torch_answer = machine.ask(Torch)
     cuda = torch_answer.cuda if isinstance(torch_answer, Torch) else None
@@ -118,7 +117,7 @@ def mooncake(machine: Machine) -> Result:
     """Mooncake's transfer engine imports and makes an engine.
 
     Asks it in a process of its own. Its ordinary wheel needs libcudart; mooncake-transfer-engine-non-cuda does
-    not; both need libibverbs.so.1.
+    not; both need libibverbs.so.1 and libnuma.so.1 of the system.
     """
     answer = machine.ask(Mooncake)
     if isinstance(answer, Silence):
