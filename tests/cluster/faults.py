@@ -23,7 +23,7 @@ from pd.runtime.core.member import Member
 from pd.runtime.core.membership import Membership
 from pd.runtime.core.offers import Offers
 from pd.runtime.core.outbox import Outboxes
-from pd.runtime.core.pages import PageTable
+from pd.runtime.core.pages import PageTable, num_pages_for
 from pd.runtime.core.prefill import PrefillPart
 from pd.runtime.core.prefix import PrefixCache
 from pd.runtime.core.ranks import Tally
@@ -140,7 +140,9 @@ def believe_any_landing(patch: Patch) -> None:
     def believe(self: Inboxes, sender: Peer, message: Landed, *, now: float) -> list[Effect] | None:
         for handle, box in self._inboxes.items():
             if handle.request_id == message.handle.request_id:
-                message = msgspec.structs.replace(message, handle=handle, position=len(box.reserve.tokens))
+                position = len(box.reserve.tokens)
+                num_pages = num_pages_for(position, self._settings.page_size) - box.table.num_shared
+                message = msgspec.structs.replace(message, handle=handle, position=position, num_pages=num_pages)
                 return landed(self, box.life, message, now=now)
         return None
 

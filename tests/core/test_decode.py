@@ -45,7 +45,8 @@ def land(me: Instance, request: Reserve) -> list[Effect]:
     reserved = [each for each in said(me.effects, Reserved) if each.handle == request.handle]
     num_tokens = len(request.tokens)
     me.ranks.receive(request.tokens, reserved[0].ticket)
-    return me.peer(P, Landed(request.handle, num_tokens, Token(sample(request.tokens))))
+    num_pages = len(reserved[0].ticket.pages)
+    return me.peer(P, Landed(request.handle, num_tokens, Token(sample(request.tokens)), num_pages))
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 4, 5, 7, 8, 9])
@@ -289,16 +290,27 @@ def test_landed_again_late_or_for_an_unknown_handle_is_dropped() -> None:
     assert said(effects, Heard) == [Heard(request.handle)], "else it would be said for ever"
     me.settle()
     for handle in (request.handle, Handle("unknown", 1)):
-        assert said(me.peer(P, Landed(handle, 4, Token(1))), StepPlan) == []
+        assert said(me.peer(P, Landed(handle, 4, Token(1), 1)), StepPlan) == []
     assert me.brain.is_idle()
 
 
 def test_landed_of_another_life_or_at_another_position_is_dropped() -> None:
     me = decoder()
     request = reserve(me, 4)
-    assert said(me.peer(Peer("p", "0"), Landed(request.handle, 4, Token(1))), StepPlan) == []
-    assert said(me.peer(P, Landed(request.handle, 5, Token(1))), StepPlan) == []
+    assert said(me.peer(Peer("p", "0"), Landed(request.handle, 4, Token(1), 1)), StepPlan) == []
+    assert said(me.peer(P, Landed(request.handle, 5, Token(1), 1)), StepPlan) == []
     assert len(said(land(me, request), StepPlan)) == 2
+
+
+@pytest.mark.parametrize("num_pages", [0, 1, 3])
+def test_landed_with_another_number_of_pages_than_were_promised_fails_the_attempt_and_names_both(num_pages: int) -> None:
+    me = decoder()
+    request = reserve(me, 8)
+    effects = me.peer(P, Landed(request.handle, 8, Token(sample(request.tokens)), num_pages))
+    (failed,) = said(effects, Failed)
+    assert failed.reason == f"p says that it wrote {num_pages} pages, and 2 are its to write" and failed.retryable
+    assert said(effects, Heard) == [Heard(request.handle)] and said(effects, StepPlan) == []
+    assert me.brain.is_idle() and me.brain.load().num_free_pages == 64
 
 
 def test_a_reservation_for_a_life_that_ranks_could_not_sever_is_refused() -> None:

@@ -30,7 +30,7 @@ def reserve(me: Instance, tokens: tuple[int, ...], *, name: str, max_tokens: int
 def serve(me: Instance, request: Reserve, ticket: Ticket) -> tuple[int, ...]:
     """Land it, let all end, and return its tokens."""
     me.ranks.receive(request.tokens, ticket)
-    me.peer(P, Landed(request.handle, len(request.tokens), Token(sample(request.tokens))))
+    me.peer(P, Landed(request.handle, len(request.tokens), Token(sample(request.tokens)), len(ticket.pages)))
     me.settle()
     tokens, finish = answer(request, 64)
     assert streamed(me.effects, request.handle) == (tokens[1:], finish)
@@ -80,11 +80,11 @@ def test_a_prefix_is_shared_while_both_run_and_survives_the_first() -> None:
     prompt = tuple(range(9))
     first, one = reserve(me, prompt, name="a", max_tokens=12)
     me.ranks.receive(prompt, one)
-    me.peer(P, Landed(first.handle, 9, Token(sample(prompt))))
+    me.peer(P, Landed(first.handle, 9, Token(sample(prompt)), 3))
     second, two = reserve(me, prompt, name="b", max_tokens=12)
     assert two.held_tokens == 8
     me.ranks.receive(prompt, two)
-    me.peer(P, Landed(second.handle, 9, Token(sample(prompt))))
+    me.peer(P, Landed(second.handle, 9, Token(sample(prompt)), 1))
     me.settle()
     for request in (first, second):
         tokens, finish = answer(request, 64)

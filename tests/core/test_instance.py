@@ -89,7 +89,7 @@ def test_what_is_not_meant_for_it_is_dropped_with_a_stamp(role: Role) -> None:
     router, peer, rank = Peer("router", ""), Peer("x", "1"), Peer("0", "")
     strange = [
         (router, StepDone(1, (), 0.1)),
-        (router, Landed(Handle("r", 1), 1, Token(1))),
+        (router, Landed(Handle("r", 1), 1, Token(1), 1)),
         (peer, Welcome()),
         (peer, reserve_for("r", 4, life=peer)),
         (rank, StepDone(1, (), 0.1)),
@@ -99,7 +99,7 @@ def test_what_is_not_meant_for_it_is_dropped_with_a_stamp(role: Role) -> None:
         (Peer("nobody", ""), Welcome()),
     ]
     if role is not Role.DECODE:
-        strange += [(router, reserve_for("r", 4, life=peer)), (peer, Landed(Handle("r", 1), 1, Token(1)))]
+        strange += [(router, reserve_for("r", 4, life=peer)), (peer, Landed(Handle("r", 1), 1, Token(1), 1))]
         strange += [(peer, Fenced(Handle("r", 1), ""))]
     else:
         strange += [(router, prefill_for("r", 4)), (peer, Stop(Handle("r", 1)))]
@@ -213,7 +213,7 @@ def test_draining_a_decode_instance_refuses_what_is_new_and_ends_what_was_promis
     refused = said(me.router(reserve_for("rr", 4, life=life)), Refused)
     assert [each.retry_after_s for each in refused] == [1.0]
     me.ranks.compute(request.tokens, [0], start=0, stop=4)
-    me.peer(life, Landed(request.handle, 4, Token(answer(request, 64)[0][0])))
+    me.peer(life, Landed(request.handle, 4, Token(answer(request, 64)[0][0]), 1))
     effects = me.settle()
     assert streamed(me.effects, request.handle) == (answer(request, 64)[0][1:], Finish.LENGTH)
     assert [exit.failed for exit in said(effects, Exit)] == [False]

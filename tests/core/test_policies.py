@@ -170,6 +170,18 @@ def test_a_cancelled_offer_is_withdrawn_but_kept_until_nobody_can_believe_in_it(
 # ---- decode -------------------------------------------------------------------------------------------------------
 
 
+def test_an_offer_of_another_number_of_pages_than_it_takes_fails_the_attempt_and_is_released() -> None:
+    me = Instance(Role.DECODE)
+    me.meet(hello("p", Role.PREFILL, page_size=8))
+    request = msgspec.structs.replace(reserve_for("r", 9, life=P), is_pull=True)
+    me.router(request)
+    effects = me.peer(P, Ready(request.handle, 9, said_first(request), (5, 6, 7), LEASE_S))
+    (failed,) = said(effects, Failed)
+    assert failed.reason == "p offers 3 pages, and 2 have what is not here" and said(effects, Transfer) == []
+    assert said(effects, Released) == [Released(request.handle)]
+    assert me.brain.is_idle()
+
+
 def reading(me: Instance) -> tuple[Reserve, int]:
     """Nine tokens that are being read: the request, and the job."""
     me.meet(hello("p", Role.PREFILL))

@@ -57,7 +57,8 @@ def test_a_prompt_is_cut_into_chunks_and_written_in_whole_pages(num_tokens: int)
     assert said(me.effects, FirstToken) == [
         FirstToken(request.handle, num_tokens, Token(sample(request.tokens)), None, 0)
     ]
-    assert said(me.effects, Landed) == [Landed(request.handle, num_tokens, Token(sample(request.tokens)))]
+    first, num_pages = Token(sample(request.tokens)), len(request.ticket.pages)
+    assert said(me.effects, Landed) == [Landed(request.handle, num_tokens, first, num_pages)]
     assert me.brain.is_idle()
 
 

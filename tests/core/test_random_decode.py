@@ -177,14 +177,14 @@ class DecodeWorld:
         is_dead = self.peers[life.name].epoch != life.epoch
         if is_dead or (self.dice.random() < 0.2 and not self.is_calm):
             return
-        del self.promised[handle]
+        num_pages = len(self.promised.pop(handle).pages)
         first = sample(request.tokens)
         if first in request.sampling.stop_token_ids or self.dice.random() < 0.2:
             self.me.peer(life, Fenced(handle, "it ended there"))
             return
         self.landed.add(handle)
         for _ in range(self.dice.choice((1, 2))):
-            self.me.peer(life, Landed(handle, len(request.tokens), Token(first)))
+            self.me.peer(life, Landed(handle, len(request.tokens), Token(first), num_pages))
 
     def answer_severs(self) -> None:
         """Each rank, in any order; a dead peer's are clean some time, a living one's never."""

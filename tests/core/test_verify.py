@@ -130,7 +130,7 @@ def landed(me: Instance, digest: int | None, *, name: str = "r") -> tuple[Reserv
     ticket = reserved.ticket
     assert ticket.verifies
     me.ranks.receive(request.tokens, ticket)
-    effects = me.peer(P, Landed(request.handle, 9, Token(sample(request.tokens)), digest))
+    effects = me.peer(P, Landed(request.handle, 9, Token(sample(request.tokens)), len(ticket.pages), digest))
     (order,) = said(effects, Digest)
     assert order.is_own and (order.job.start, order.job.stop, order.job.src_pages) == (
         ticket.held_tokens, 9, ticket.pages,
@@ -186,7 +186,7 @@ def test_the_reason_names_tokens_layers_and_heads() -> None:
 def test_a_landing_said_again_admits_nothing() -> None:
     me = Instance(Role.DECODE)
     request, order = landed(me, 5)
-    again = Landed(request.handle, 9, Token(sample(request.tokens)), 5)
+    again = Landed(request.handle, 9, Token(sample(request.tokens)), 3, 5)
     assert said(me.peer(P, again), Digest) == [] and me.flying == []
     me.rank(WriteDone(order.job.job, None, 0, 0.0, digest=5))
     assert len(me.flying) > 0

@@ -2,7 +2,7 @@
 
 Rules
 1. The router hears of an attempt's end at once; the pages stay until a proof that no write can come.
-2. Landed and Fenced count only from the very life the pages were promised to.
+2. Landed and Fenced count only from the very life the pages were promised to, and Landed only of all these pages.
 3. A life is promised pages only while our ranks could sever it, and nothing more once they were told to.
 4. A prefix that is here already is held, not promised: its pages are shared, and no peer may write them.
 5. Where digests are compared, nothing is cached or decoded of what landed before they agree.
@@ -146,6 +146,10 @@ class Inboxes:
         inbox = self.find(message.handle, sender)
         if inbox is None or message.position != len(inbox.reserve.tokens):
             return None
+        num_promised = num_pages_for(message.position, self._settings.page_size) - inbox.table.num_shared
+        if message.num_pages != num_promised and inbox.state is InboxState.RESERVED:
+            reason = f"{sender.name} says that it wrote {message.num_pages} pages, and {num_promised} are its to write"
+            return self.fail(inbox, Event.FENCED, reason=reason, now=now)  # for it writes no more
         inbox.first, inbox.digest = message.token, message.digest
         return self.move(inbox, inbox.arrived, now=now)
 

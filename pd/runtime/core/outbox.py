@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import assert_never
+from typing import NamedTuple, assert_never
 
 from pd.runtime.core.doubts import Doubts
 from pd.runtime.core.events import Effect, Order, Peer, Send, Stamp
@@ -42,6 +42,7 @@ class Outbox:
     num_sent: int = 0  # tokens given to jobs, or held by the peer from the start
     state: OutboxState = OutboxState.QUEUED
     num_open: int = 0  # jobs
+    num_written: int = 0  # the peer's pages, by jobs that ended well
     deadline: float | None = None
     first: Token | None = None
     reason: str = ""  # why it is fenced
@@ -58,6 +59,11 @@ class Outbox:
     def is_over(self) -> bool:
         """The router was told how the attempt ended here, or need not be."""
         return self.state in _OVER
+
+
+class _Job(NamedTuple):
+    outbox: Outbox
+    num_pages: int  # the peer's
 
 
 class DigestJobs:
@@ -86,7 +92,7 @@ class Outboxes:
         self._flight = flight
         self._links = links
         self._outboxes: dict[Handle, Outbox] = {}
-        self._jobs: dict[int, Outbox] = {}
+        self._jobs: dict[int, _Job] = {}
         self.digests = DigestJobs()
         self.doubts = Doubts()
         self._last_job = 0
@@ -107,7 +113,8 @@ class Outboxes:
 
     def has_open_jobs(self, peer: str) -> bool:
         """To any life of `peer`."""
-        return any(outbox.life is not None and outbox.life.name == peer for outbox in self._jobs.values())
+        lives = [job.outbox.life for job in self._jobs.values()]
+        return any(life is not None and life.name == peer for life in lives)
 
     def is_open(self, job: int) -> bool:
         return job in self._jobs
@@ -141,15 +148,16 @@ class Outboxes:
             start = outbox.num_sent
             outbox.num_sent = min(end, start + longest)
             job = self._job(outbox, outbox.ticket, start, stop=outbox.num_sent)
-            self._jobs[job.job] = outbox
+            self._jobs[job.job] = _Job(outbox, len(job.dst_pages))
             outbox.num_open += 1
             jobs.append(job)
         return jobs
 
     def end_job(self, done: WriteDone, now: float) -> Outbox:
         """Every rank has ended this job, well or not. The caller moves its outbox on."""
-        outbox = self._jobs.pop(done.job)
+        outbox, num_pages = self._jobs.pop(done.job)
         outbox.num_open -= 1
+        outbox.num_written += num_pages if done.error is None else 0
         outbox.digest = (outbox.digest + (done.digest or 0)) % DIGESTS
         self._set_deadline(outbox, now)
         return outbox
@@ -179,9 +187,9 @@ class Outboxes:
 
     def check(self) -> None:
         for outbox in self._outboxes.values():
-            num_open = sum(other is outbox for other in self._jobs.values())
+            num_open = sum(job.outbox is outbox for job in self._jobs.values())
             assert outbox.num_open == num_open, f"{outbox.request.handle} counts {outbox.num_open} of {num_open}"
-        for job, outbox in self._jobs.items():
+        for job, (outbox, _) in self._jobs.items():
             handle = outbox.request.handle
             assert self._outboxes.get(handle) is outbox, f"job {job} of {handle} outlived its handoff"
             assert outbox.request.table.pages, f"job {job} of {handle} reads pages that were given back"
@@ -225,7 +233,8 @@ class Outboxes:
         match effect:
             case handoff.Effect.SEND_LANDED:
                 assert outbox.first is not None, f"{request.handle} drained before its first token"
-                landed = Landed(request.handle, len(request.tokens), outbox.first, _digest_of(outbox))
+                num_tokens, digest = len(request.tokens), _digest_of(outbox)
+                landed = Landed(request.handle, num_tokens, outbox.first, outbox.num_written, digest)
                 said = Send(life.name, landed)
                 is_news = outbox.remind_at == math.inf
                 return [said, Stamp(str(request.handle), "drained", f"to {life.name}")] if is_news else [said]

@@ -14,6 +14,7 @@ from __future__ import annotations
 from pd.runtime.core.events import Effect, Peer, Send, Stamp
 from pd.runtime.core.inbox import Inbox, Inboxes
 from pd.runtime.core.lives import Links
+from pd.runtime.core.pages import num_pages_for
 from pd.runtime.core.settings import BrainSettings
 from pd.runtime.wire.messages import Ready, Released, Renewed
 from pd.runtime.wire.plans import WriteDone
@@ -42,6 +43,10 @@ class Reads:
         if message.position != len(inbox.reserve.tokens):
             reason = f"{sender.name} offers {message.position} tokens, not {len(inbox.reserve.tokens)}"
             return self._inboxes.fail(inbox, Event.CANCEL, reason=reason, now=now)
+        num_pages, num_due = len(message.pages), self._num_due(inbox)
+        if num_due not in (None, num_pages):
+            reason = f"{sender.name} offers {num_pages} pages, and {num_due} have what is not here"
+            return self._inboxes.fail(inbox, Event.CANCEL, reason=reason, now=now)
         inbox.first, inbox.ready, inbox.digest = message.token, message, message.digest
         return self._inboxes.move(inbox, Event.READY, now=now)
 
@@ -66,6 +71,14 @@ class Reads:
             return None
         inbox.proven_until = max(inbox.proven_until, message.at + inbox.ready.lease_s * TRUST)
         return self._land(inbox, now)
+
+    def _num_due(self, inbox: Inbox) -> int | None:
+        """Pages of the peer with the tokens that are not held here. None: it is not attached, and nothing is read."""
+        hello = self._links.find(inbox.life)
+        if hello is None:
+            return None
+        num_held = inbox.table.num_shared * self._settings.page_size
+        return num_pages_for(len(inbox.reserve.tokens), hello.layout.page_size) - num_held // hello.layout.page_size
 
     def _land(self, inbox: Inbox, now: float) -> list[Effect]:
         """Admit what counts. If that is not known yet, ask again: the answer will say."""

@@ -200,6 +200,7 @@ class Landed(Message, frozen=True):
     handle: Handle
     position: int
     token: Token
+    num_pages: int  # decode's, written by jobs that ended well
     digest: int | None = None  # of all that was written, where the ticket asked for it
 
 

@@ -6,7 +6,7 @@ import enum
 
 import msgspec
 
-WIRE_VERSION = 4
+WIRE_VERSION = 5
 
 
 class Value(msgspec.Struct, frozen=True, array_like=True, gc=False):
