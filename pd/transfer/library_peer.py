@@ -19,11 +19,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from pd.transfer.copying import batches
-from pd.transfer.library import Copies, Library, LibraryEndpoint, LibraryLimits, Memory
+import numpy as np
+
+from pd.transfer.library import Copies, Library, LibraryEndpoint, LibraryLimits, Memory, Spans, batches
 from pd.transfer.library_left import Leftover
 from pd.transfer.outbox import Outbox
-from pd.transfer.transport import Completion, JobDone, JobFailed, PeerLost, Span, TransferError
+from pd.transfer.transport import Completion, JobDone, JobFailed, PeerLost, TransferError
 
 _WINDOW = 4
 """Batches on their way at once, of one job: enough that the wire never waits for us."""
@@ -31,7 +32,7 @@ _WINDOW = 4
 
 class Task(NamedTuple):
     job: int
-    spans: tuple[Span, ...]
+    spans: Spans
     is_read: bool
     nbytes: int
     began: float
@@ -47,7 +48,7 @@ class Slate(NamedTuple):
 @dataclass(slots=True)
 class _Begun:
     task: Task
-    rest: Iterator[list[Span]]
+    rest: Iterator[Spans]
     is_posted: bool = False
 
 
@@ -72,7 +73,8 @@ class Peer:
     _is_up: bool = False
     _begun: _Begun | None = None
     _open: list[object] = field(default_factory=list)  # batches
-    _look: object = None  # a read of the door
+    _door: object = None  # a batch that reads it, over and over
+    _is_looking: bool = False
     _next_look: float = 0.0
     _deadline: float = 0.0
 
@@ -99,7 +101,7 @@ class Peer:
     def advance(self, now: float) -> bool:
         """Take every step that can be taken without waiting; whether one was. Raises TransferError: it is lost."""
         moved = self._reap()
-        if self._look is None and self._is_up:
+        if not self._is_looking and self._is_up:
             moved |= self._post(now)
         if moved or not (self._begun or self._waiting or not self._is_up):
             self._deadline = now + self.limits.stall_s
@@ -116,7 +118,7 @@ class Peer:
             self._reap()
         except TransferError:
             return False
-        return bool(self._open) or self._look is not None
+        return bool(self._open) or self._is_looking
 
     def lose(self, reason: str, *, is_ours: bool, now: float) -> Leftover:
         """Fail every job, then tell of the loss unless we wanted it. Nothing of it is posted any more."""
@@ -144,9 +146,12 @@ class Peer:
                 may_land |= not self.library.is_done(batch)
             except TransferError:
                 may_land = True  # it failed, which says nothing of the bytes that the network has
-        batches = [*self._open, *([self._look] if self._look is not None else [])]
-        left = Leftover(self.library, self._contact, batches, now)
-        self._open, self._look, self._contact = [], None, None
+        if self._is_looking:
+            self._open.append(self._door)
+        elif self._door is not None:
+            self.library.release(self._door)
+        left = Leftover(self.library, self._contact, self._open, now)
+        self._open, self._door, self._contact, self._is_looking = [], None, None, False
         return left, may_land
 
     def _reap(self) -> bool:
@@ -158,9 +163,8 @@ class Peer:
                 still_open.append(batch)
         moved = len(still_open) < len(self._open)
         self._open = still_open
-        if self._look is not None and self.library.is_done(self._look):
-            self.library.release(self._look)
-            self._look = None
+        if self._is_looking and self.library.is_done(self._door):
+            self._is_looking = False
             self._seen()
             moved = True
         return moved
@@ -204,12 +208,16 @@ class Peer:
 
     def _read_door(self) -> None:
         assert self.slate is not None
-        door = Span(0, 0, DOOR_NBYTES)
-        copies = Copies(Memory(self.slate.address), Memory(self.there.door), [door], is_read=True)
-        self._look = self.library.post(self._contact, copies)
+        if self._door is None:
+            copies = Copies(Memory(self.slate.address), Memory(self.there.door), _WHOLE_DOOR, is_read=True)
+            self._door = self.library.post(self._contact, copies)
+        else:
+            self.library.repeat(self._door)
+        self._is_looking = True
 
 
 DOOR_NBYTES = 32
+_WHOLE_DOOR: Spans = np.array([[0, 0, DOOR_NBYTES]])
 _OPEN, _CLOSED = 1, 2
 
 

@@ -11,6 +11,9 @@ import mmap
 import os
 import time
 from collections.abc import Callable, Sequence
+from itertools import chain
+
+import numpy as np
 
 from pd.transfer.device import Device, Gpu
 from pd.transfer.host import is_dead, rdma_devices, this_life, why_elsewhere
@@ -22,7 +25,7 @@ from pd.transfer.region import Region, check_spans
 from pd.transfer.transport import Completion, Span, TransferError
 
 SEVER_TIMEOUT_S = 5.0
-"""For the thread to come by: a call into a library takes as long as 32 MiB take, so only a stuck host takes longer."""
+"""For the thread to come by: a call into a library takes as long as 64 MiB take, so only a stuck host takes longer."""
 
 _LINGER = 1.2  # of the time in which every idle peer looks once
 
@@ -175,6 +178,7 @@ class LibraryTransport:
         if not is_read:
             src, dst = dst, src
         nbytes = check_spans(spans, src_nbytes=src, dst_nbytes=dst)
-        if not known.give(Task(job, tuple(spans), is_read, nbytes, time.monotonic())):
+        rows = np.fromiter(chain.from_iterable(spans), np.int64, 3 * len(spans)).reshape(-1, 3)
+        if not known.give(Task(job, rows, is_read, nbytes, time.monotonic())):
             raise TransferError(f"{peer} is lost, or {self._limits.max_jobs} jobs wait for it already")
         worker.ring()

@@ -28,6 +28,7 @@ MAX_PEERS = 2048
 
 _SPINS = 20
 _NAP_S = 50e-6
+_LONG_NAP_S = 1e-3
 _WARM_S = 1.0
 _COLD = 10
 """After something moved, peers' writes are tended as often as the library wants; a second later that many times less
@@ -181,7 +182,7 @@ class LibraryWorker:
         if num_idle == 0:
             return
         if any(peer.is_waiting for peer in self._peers):
-            time.sleep(_NAP_S if num_idle > _SPINS else 0)
+            time.sleep(self._nap_s(num_idle))
             return
         timeout_s = min((peer.limits.look_s for peer in self._peers), default=None)
         if self._library.tend_s is not None:
@@ -189,6 +190,12 @@ class LibraryWorker:
         self._epoll.poll(timeout_s)
         with contextlib.suppress(BlockingIOError):  # it was a pidfd, or the time
             os.eventfd_read(self._wake)
+
+    def _nap_s(self, num_idle: int) -> float:
+        """While something is on its way: a library without threads of its own moves on when it is asked only."""
+        if num_idle <= _SPINS:
+            return 0.0
+        return _NAP_S if self._library.tend_s is not None else min(_NAP_S * num_idle / _SPINS, _LONG_NAP_S)
 
     def _admit(self, peer: Peer) -> None:
         self._peers.append(peer)

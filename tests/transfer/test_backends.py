@@ -117,7 +117,7 @@ def test_both_directions_at_once(net: Net) -> None:
 
 
 def test_sixty_four_peers_that_connect_at_once_all_succeed(net: Net) -> None:
-    num_peers = 16 if net.backend in ("tcp3", "mooncake") else 64
+    num_peers = 16 if net.backend == "tcp3" else 64
     hub, view_hub = net.make("hub", num_peers * 4096)
     others = [net.make(f"p{i}", 8192) for i in range(num_peers)]
     for i, (other, view) in enumerate(others):
