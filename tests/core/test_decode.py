@@ -303,7 +303,7 @@ def test_landed_of_another_life_or_at_another_position_is_dropped() -> None:
 
 
 @pytest.mark.parametrize("num_pages", [0, 1, 3])
-def test_landed_with_another_number_of_pages_than_were_promised_fails_the_attempt_and_names_both(num_pages: int) -> None:
+def test_landed_with_another_number_of_pages_than_was_promised_fails_the_attempt_naming_both(num_pages: int) -> None:
     me = decoder()
     request = reserve(me, 8)
     effects = me.peer(P, Landed(request.handle, 8, Token(sample(request.tokens)), num_pages))
