@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import random
+import shutil
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
+from pd.transfer import native
 from pd.transfer.copying import BATCH_NBYTES, Copier, Copies, NativeCopier, batches
-from pd.transfer.native import load, table_of
 from pd.transfer.transport import Span
 from tests.transfer.kit import random_spans
 
@@ -23,14 +25,18 @@ class MovesOnly(Copier):
         self.has_vectors = False
 
 
+def library() -> native.Native:
+    found = native.load()
+    if found is None:
+        pytest.skip("kernels/cpu/bytes is not built here (python -m pd.runtime.engine.cpu_ops build)")
+    return found
+
+
 @pytest.fixture(params=["native", "vectors", "moves"])
 def copier(request: pytest.FixtureRequest) -> Copies:
     if request.param != "native":
         return Copier() if request.param == "vectors" else MovesOnly()
-    native = load()
-    if native is None:
-        pytest.skip("kernels/cpu/bytes is not built here (python -m pd.runtime.engine.cpu_ops build)")
-    return NativeCopier(native)
+    return NativeCopier(library())
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -49,9 +55,7 @@ def test_copies_are_exact(copier: Copies, seed: int) -> None:
 @pytest.mark.parametrize("past", [False, True], ids=["plain", "past the cache"])
 def test_any_alignment_and_length_is_copied_and_nothing_beside_it(past: bool) -> None:
     """By C++, whose lines begin at multiples of 64 bytes of the destination; cut into batches of odd lengths."""
-    native = load()
-    if native is None:
-        pytest.skip("kernels/cpu/bytes is not built here (python -m pd.runtime.engine.cpu_ops build)")
+    cpp = library()
     rng = random.Random(5)
     source = bytearray(rng.randbytes(9000))
     for nbytes in [*range(1, 70), *range(250, 330), 4095, 4096, 8000]:
@@ -60,10 +64,21 @@ def test_any_alignment_and_length_is_copied_and_nothing_beside_it(past: bool) ->
         expected = bytearray(sink)
         expected[dst : dst + nbytes] = source[src : src + nbytes]
         most = rng.choice([1, 63, 64, 257, 1 << 20])
-        table = table_of([Span(src, dst, nbytes)])
-        for _ in native.copy(address_of(source), address_of(sink), table, most=most, is_past_cache=past):
+        table = native.table_of([Span(src, dst, nbytes)])
+        for _ in cpp.copy(address_of(source), address_of(sink), table, most=most, is_past_cache=past):
             pass
         assert sink == expected, f"{nbytes} bytes from {src} to {dst}, {most} at a time"
+
+
+def test_a_changed_source_asks_for_another_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = native.library_path()
+    if before is None:
+        pytest.skip("an installed package has no sources")
+    shutil.copytree(native.SOURCES, tmp_path / "bytes")
+    monkeypatch.setattr(native, "SOURCES", tmp_path / "bytes")
+    assert native.library_path() == before
+    (tmp_path / "bytes" / "copy.cpp").open("a").write("\n")
+    assert native.library_path() != before
 
 
 def test_what_is_not_asked_for_is_not_copied(copier: Copies) -> None:

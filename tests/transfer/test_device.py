@@ -171,7 +171,7 @@ def test_auto_copies_from_card_to_card_and_refuses_a_broken_handle() -> None:
     a, _ = net.make("a", 64)
     b, _ = net.make("b", 64)
     a.connect("b", b.endpoint())
-    assert a.describe("b") == "shm (one host)"
+    assert (a.describe("b") or "").startswith("shm (one host")
     tag, shm, *rest = msgspec.msgpack.decode(b.endpoint())
     end = msgspec.msgpack.decode(shm)
     end[-1][1] += 8  # the offset

@@ -9,6 +9,7 @@ from typing import cast
 import msgspec
 import pytest
 
+from pd.transfer import native
 from pd.transfer.auto import AutoTransport
 from pd.transfer.choose import make_transport
 from pd.transfer.host import is_dead, this_life, watch, why_elsewhere
@@ -45,6 +46,14 @@ def test_a_peer_on_another_host_or_in_another_container_is_refused_saying_so(net
     other_container = with_life(there, pid_namespace="pid:[1]")
     with pytest.raises(TransferError, match=r"in another container \(pid:\[1\], ours pid:\["):
         a.connect("b", msgspec.msgpack.encode(other_container))
+
+
+def test_who_copies_without_cpp_says_so(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, _ = net.make("a", 64)
+    monkeypatch.setattr(native, "load", lambda: object())
+    assert a.describe("b") == "shm (one host)"
+    monkeypatch.setattr(native, "load", lambda: None)
+    assert a.describe("b") == "shm (one host; its copies in C++ are not built, so it is slower)"
 
 
 def test_a_reused_process_id_is_not_taken_for_the_peer(net: Net) -> None:
@@ -139,7 +148,7 @@ def test_auto_takes_shm_on_one_host_and_tcp_beyond_and_says_why() -> None:
     a.connect("near", near.endpoint())
     a.connect("far", foreign(far.endpoint(), boot_id="elsewhere"))
     auto = cast(AutoTransport, a)
-    assert auto.describe("near") == "shm (one host)"
+    assert (auto.describe("near") or "").startswith("shm (one host")
     assert auto.describe("far") == f"tcp (on another host (boot elsewhere, ours {this_life().boot_id}))"
     a.write("near", [Span(0, 0, 4096)], job=1)
     a.write("far", [Span(0, 0, 4096)], job=2)
