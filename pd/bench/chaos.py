@@ -2,6 +2,7 @@
 
 Rules
 1. One instance of each role is always left alone: what a cluster without any of a role answers is another question.
+   There is one router only: what streams through it when it is killed is cut off, and not counted as failed.
 2. Answers are compared, token for token, with those of the same cluster before the first fault.
 3. The seed is told and taken back. It fixes which faults are tried in which order, not the machine's own time.
 """
@@ -31,7 +32,7 @@ from pd.bench.chaos_options import ChaosOptions
 from pd.runtime.checkpoint import resolve, served_name
 from pd.runtime.config import ConfigError
 
-KINDS = ("kill", "rank", "pause", "link")
+KINDS = ("kill", "rank", "pause", "link", "router")
 _START_S = 300.0
 _SETTLE_S = 90.0
 """After the last fault: for what was killed to be back, and every page to be free."""
@@ -80,7 +81,8 @@ async def run_chaos(options: ChaosOptions, logs: Path, *, say: Callable[[str], o
     say(f"seed {seed}; output of the processes: {logs}")
     model, name = str(resolve(options.model)), served_name(options.model)
     logs.mkdir(parents=True, exist_ok=True)
-    cluster = Cluster(model, logs, ("--served-name", name, *shlex.split(options.options or "")))
+    given = ("--served-name", name, *shlex.split(options.options or ""))
+    cluster = Cluster(model, logs, given, tuple(shlex.split(options.router_options or "")))
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     try:
         await cluster.start(num_prefill=options.num_prefill, num_decode=options.num_decode)
@@ -123,12 +125,13 @@ class _Run:
         self._say = say
         self._result = Result(seed, Tally())
         self._healing: set[asyncio.Task[None]] = set()
+        self._load: Load | None = None
 
     async def go(self, model: str) -> Result:
         await self._until_whole(_START_S, "the cluster cannot serve")
         options, seed = self._options, self._result.seed
         bodies = [ask.body(model, options.tokens) for ask in asks(_MAX_TOKEN_ID, count=_NUM_ASKS, seed=seed)]
-        load = Load(self._cluster.url, bodies, [], _PATIENCE_S, self._result.tally)
+        load = self._load = Load(self._cluster.url, bodies, [], _PATIENCE_S, self._result.tally)
         for body in bodies:
             heard = await hear(self._session, self._cluster.url, body, patience_s=_PATIENCE_S)
             if heard.fault is not None:
@@ -154,7 +157,11 @@ class _Run:
             whole = {name for name, one in state.items() if one["standing"] == "alive"}
             choices = list(self._choices(whole))
             if choices and self._kinds and loop.time() < until:
-                self._break(self._dice.choice(choices), self._dice.choice(self._kinds))
+                member, kind = self._dice.choice(choices), self._dice.choice(self._kinds)
+                if kind == "router":
+                    self._kill_router()
+                else:
+                    self._break(member, kind)
 
     def _choices(self, alive: set[str]) -> Iterator[Member]:
         """Instances beside whom another of their role is whole."""
@@ -184,6 +191,29 @@ class _Run:
         task = asyncio.create_task(self._heal(member, pids, seconds))
         self._healing.add(task)
 
+    def _kill_router(self) -> None:
+        router, load = self._cluster.router, self._load
+        if router.process is None or load is None or load.is_router_away:
+            return
+        self._result.faults["router"] += 1
+        self._say(f"router -9 ({router.process.pid})")
+        load.num_routers_lost += 1
+        load.is_router_away = True
+        router.process.kill()
+        self._healing.add(asyncio.create_task(self._until_router_is_back(load)))
+
+    async def _until_router_is_back(self, load: Load) -> None:
+        """It answers, and knows an instance of each role again."""
+        roles = {member.role for member in self._cluster.instances}
+        until = asyncio.get_running_loop().time() + _START_S
+        while asyncio.get_running_loop().time() < until:
+            await asyncio.sleep(0.5)
+            state = await self._cluster.state(self._session)
+            alive = {name for name, one in state.items() if one["standing"] == "alive"}
+            if {member.role for member in self._cluster.instances if member.name in alive} == roles:
+                break
+        load.is_router_away = False
+
     async def _heal(self, member: Member, pids: list[int], seconds: float) -> None:
         await asyncio.sleep(seconds)
         for pid in pids:
@@ -195,6 +225,9 @@ class _Run:
 
     async def _watch_health(self) -> None:
         while True:
+            if self._load is not None and self._load.is_router_away:
+                await asyncio.sleep(0.1)
+                continue
             self._result.num_health += 1
             try:
                 async with asyncio.timeout(5), self._session.get(f"{self._cluster.url}/health") as answer:
@@ -255,6 +288,7 @@ def _report(result: Result) -> Iterator[str | Table]:
         "wrong tokens": tally.num_wrong,
         "hung": tally.num_hung,
         "failed": tally.num_failed,
+        **({"cut off with the router": tally.num_cut_off} if "router" in result.faults else {}),
         "router's /health not 200": f"{result.num_sick} of {result.num_health}",
         "instances without all pages free": "; ".join(result.unfree) or 0,
         "longest silence in an answer": f"median {gaps[len(gaps) // 2]:.2f} s, worst {tally.longest_gap_s:.2f} s",

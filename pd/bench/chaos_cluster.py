@@ -110,6 +110,7 @@ class Cluster:
     model: str
     logs: Path
     options: tuple[str, ...]
+    router_options: tuple[str, ...] = ()
     http: int = field(default_factory=lambda: _free_port())
     meeting: int = field(default_factory=lambda: _free_port())
     members: list[Member] = field(default_factory=list)
@@ -120,7 +121,7 @@ class Cluster:
         return f"http://127.0.0.1:{self.http}"
 
     async def start(self, *, num_prefill: int, num_decode: int) -> None:
-        self._add("router", "router", f"tcp://127.0.0.1:{self.meeting}", f"--port={self.http}")
+        self._add("router", "router", f"tcp://127.0.0.1:{self.meeting}", f"--port={self.http}", *self.router_options)
         for role, count in (("prefill", num_prefill), ("decode", num_decode)):
             for number in range(count):
                 wire = Wire(self.meeting)
@@ -128,6 +129,10 @@ class Cluster:
                 name = f"{role}-{number}"
                 self._add(name, role, wire.address, f"--name={name}", *self.options, wire=wire)
         self._keepers = [asyncio.create_task(self._keep(member)) for member in self.members]
+
+    @property
+    def router(self) -> Member:
+        return self.members[0]
 
     @property
     def instances(self) -> list[Member]:

@@ -20,7 +20,7 @@ class ChaosOptions:
     duration: Annotated[float, typer.Option(metavar="SECONDS", help="Of faults.", rich_help_panel=_FAULTS)] = 60.0
     every: Annotated[float, typer.Option(metavar="SECONDS", help="Between faults.", rich_help_panel=_FAULTS)] = 4.0
     faults: Annotated[
-        str, typer.Option(metavar="KIND,…", help="Of kill, rank, pause, link.", rich_help_panel=_FAULTS)
+        str, typer.Option(metavar="KIND,…", help="Of kill, rank, pause, link, router.", rich_help_panel=_FAULTS)
     ] = "kill,rank,pause,link"
     seed: Annotated[
         int | None, typer.Option(metavar="N", help="Of the faults. [default: drawn, and told]", rich_help_panel=_FAULTS)
@@ -31,6 +31,9 @@ class ChaosOptions:
     tokens: Annotated[int, typer.Option(metavar="N", help="Of each answer.", rich_help_panel=_LOAD)] = 64
     options: Annotated[
         str | None, typer.Option(metavar="ARGUMENTS", help="Of pd launch, for the instances.", rich_help_panel=_LOAD)
+    ] = None
+    router_options: Annotated[
+        str | None, typer.Option(metavar="ARGUMENTS", help="Of pd launch, for the router.", rich_help_panel=_LOAD)
     ] = None
     logs: Annotated[
         str | None, typer.Option(metavar="DIRECTORY", help="Keep the processes' output there.", rich_help_panel=_LOAD)

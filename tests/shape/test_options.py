@@ -27,7 +27,7 @@ TRAFFIC = {
 OPTIONS = {
     "bench chaos": {
         *("--concurrency", "--duration", "--every", "--faults", "--logs", "--num-decode", "--num-prefill", "--options"),
-        *("--seed", "--tokens"),
+        *("--router-options", "--seed", "--tokens"),
     },
     "bench latency": {
         *("--batches", "--contexts", "--device", "--dtype", "--output", "--prompts", "--rounds", "--threads"),
