@@ -17,12 +17,15 @@ from tests.cluster.writes import Write
 
 @dataclass(eq=False)
 class Packing:
-    """Of one rank. `start`: have a part moved that has a slot now; it answers by `end`, maybe at once."""
+    """Of one rank. `start`: have a part moved that has a slot now; it answers by `end`, maybe at once.
+    `fail`: all slots are in doubt, and the instance is to be started again.
+    """
 
     num_slots: int
     slot_tokens: int
     num_heads: int  # the rank's
     start: Callable[[Write], None]
+    fail: Callable[[], None]
     staging: Staging = field(init=False)
     _images: list[list[list[int]]] = field(init=False)  # by slot, head and token
     _parts: dict[int, Write] = field(default_factory=dict)  # given, and not ended
@@ -61,6 +64,8 @@ class Packing:
             self.staging.check()
         except AssertionError as error:
             raise Violation(str(error)) from error
+        if self.staging.is_stuck:
+            self.fail()
 
     def end(self, part: Write, *, is_done: bool, may_land: bool) -> None:
         """It has ended. What was read is unpacked."""

@@ -82,7 +82,11 @@ class Ranks:
         self.is_alive = True
         self.num_heads = num_heads
         self._streams = streams
-        slots = [(*staging, num_heads // spec.num_ranks, self._start)] * spec.num_ranks if staging is not None else []
+        slots = (
+            [(*staging, num_heads // spec.num_ranks, self._start, self._stick)] * spec.num_ranks
+            if staging is not None
+            else []
+        )
         self.packings = [Packing(*each) for each in slots]
         garbage = itertools.count(rng.getrandbits(32))
         self.pool = [
@@ -138,8 +142,9 @@ class Ranks:
                 self._num_due += self._num_ranks
                 for rank in range(self._num_ranks):
                     is_late = self._rng.random() < self._plane.odds.lost_completion
-                    seconds = self._rng.uniform(0.0, 2.0) if is_late else self._rng.expovariate(500.0)
-                    self._clock.after(seconds * self.slowness(), self._tell_digest, rank, job)
+                    soon_s = self._rng.expovariate(500.0) * self.slowness()
+                    seconds = self._rng.uniform(0.0, 2.0) if is_late else soon_s
+                    self._clock.after(seconds, self._tell_digest, rank, job)
             case Transfer(jobs=jobs, is_read=is_read):
                 for job in jobs:
                     for rank in range(self._num_ranks):
@@ -210,6 +215,11 @@ class Ranks:
                     f"page {page} of {self.life} {what}; job {write.job.job} of {write.mover.life} may write it"
                 )
 
+    def _stick(self) -> None:
+        if self.is_alive:
+            self.happened["staging stuck"] += 1
+            self.fail()
+
     def _writes(self, job: WriteJob, rank: int, *, is_read: bool = False) -> list[Write]:
         """A rank's share of a job: one write, or where it is streamed or packed some, the last of which ends it."""
         halves: tuple[int | None, ...] = (0, 1) if self._streams and not is_read else (None,)
@@ -228,12 +238,8 @@ class Ranks:
     def _unstage(self, write: Write, ended: Ended, error: str | None, may_land: bool) -> None:
         if not self.is_alive:
             return
-        packing = self.packings[write.rank]
-        packing.end(write, is_done=error is None, may_land=may_land)
+        self.packings[write.rank].end(write, is_done=error is None, may_land=may_land)
         ended(error, may_land)
-        if packing.staging.is_stuck:
-            self.happened["staging stuck"] += 1
-            self.fail()
 
     def _begin(self) -> None:
         seconds = self._rng.uniform(0.004, 0.03) * self.slowness()

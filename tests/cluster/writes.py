@@ -155,7 +155,7 @@ class DataPlane:
         """Whether nothing of `peer` can write into these pools any more."""
         if self.can_sever:
             return True
-        writers = (w.source for w in self._open if w.target is target)
+        writers = (w.source for w in self._open if w.target is target and (w.has_started or not w.is_read))
         return not self.find(peer).is_alive and all(each is None or each.life != peer for each in writers)
 
     def lose_process(self, ranks: Ranks) -> None:
