@@ -7,7 +7,8 @@ Rules
 3. No end frees a page that a write may still touch. At the writing end DRAINED proves that none will; at the
    other end LANDED, FENCED or SEVERED does. Nothing else is a proof: not a deadline, not a vanished peer.
 4. Pulled KV is offered under a lease: prefill keeps it until RELEASED or the lease is over. Decode's own reads are
-   the only writes then, and what it read counts (LANDED) only if the offer is known to have stood that long.
+   the only writes then, and what it read counts (LANDED) only if the offer is known to have stood that long. What it
+   reads ahead, while prefill still computes, is held by the request itself: the later proof covers it.
 5. The writing end's last word, Landed or Fenced, is said again until it is known to be heard.
 
     writing end  QUEUED ─start─► COMPUTING ─computed─► DRAINING ─drained─► LANDED     says Landed
@@ -29,7 +30,8 @@ Where decode pulls:
                  OFFERED ─lease over─► FENCED                                         says Fenced
                  OFFERED ─stop | peer lost─► WITHDRAWN ─released | lease over─► DONE
     reading end  AWAITING ─ready─► READING ─landed─► DONE                             says Renew, then Released
-                 READING ─cancel | fenced | …─► DROPPING ─drained─► DONE              says Released
+                 AWAITING ─ahead─► FOLLOWING ─ready─► READING                         by chunks, if it was early
+                 FOLLOWING, READING ─cancel | fenced | …─► DROPPING ─drained─► DONE   says Released
 
 Where the two sides compare digests of what was sent and what landed (what is written is digested job by job):
 
@@ -49,6 +51,7 @@ class Event(Enum):
     START = auto()  # writing end: the first chunk is planned
     CHUNK = auto()  # writing end: a chunk is planned; what it completes can be written after it
     COMPUTED = auto()  # writing end: the last chunk is done and its token known
+    FILLED = auto()  # writing end: a chunk is done, whose KV the peer may read
     DRAINED = auto()  # whose jobs they are: none of this handoff is in flight or planned
     STOP = auto()  # writing end: write no more (the peer asked, or it failed or ended here)
     DOUBT = auto()  # whose jobs they are: one failed, and bytes of it may land all the same
@@ -59,6 +62,7 @@ class Event(Enum):
     RENEW = auto()  # writing end: the peer reads still
     RELEASED = auto()  # writing end: the peer has read it, or will not
     HEARD = auto()  # writing end: the peer knows how it ended
+    AHEAD = auto()  # other end: some of the peer's pages may be read, and more will follow
     READY = auto()  # other end: the peer's pages may be read
     LANDED = auto()  # other end: every page is here, with the first token
     CHECK = auto()  # other end: LANDED, but it is to be compared with what was sent
@@ -83,6 +87,7 @@ class Effect(Enum):
     QUARANTINE = auto()  # set the pages aside: held by nobody, given to nobody
     READMIT = auto()  # quarantined pages are free again
     FREE = auto()
+    SEND_AHEAD = auto()
     SEND_READY = auto()
     SEND_RENEWED = auto()
     SEND_RENEW = auto()
@@ -116,6 +121,7 @@ class InboxState(Enum):
     SEVERING = auto()
     QUARANTINED = auto()
     AWAITING = auto()  # nobody writes; what is to be read is not there yet
+    FOLLOWING = auto()  # what is there is read, while more is computed
     READING = auto()
     DROPPING = auto()  # reads that nobody wants are under way
     CHECKING = auto()  # all is here, and nobody writes; our ranks look at it
@@ -133,6 +139,7 @@ OUTBOX: Table[OutboxState] = {
     (_O.QUEUED, _E.TIMEOUT): (_O.FENCED, (_F.SEND_FENCED, _F.FREE)),
     (_O.QUEUED, _E.PEER_LOST): (_O.DONE, (_F.FREE,)),
     (_O.COMPUTING, _E.CHUNK): (_O.COMPUTING, (_F.WRITE,)),
+    (_O.COMPUTING, _E.FILLED): (_O.COMPUTING, (_F.SEND_AHEAD,)),
     (_O.COMPUTING, _E.COMPUTED): (_O.DRAINING, ()),
     (_O.COMPUTING, _E.STOP): (_O.STOPPING, ()),
     (_O.COMPUTING, _E.TIMEOUT): (_O.STOPPING, ()),
@@ -205,6 +212,13 @@ INBOX: Table[InboxState] = {
     (_I.AWAITING, _E.CANCEL): (_I.DONE, (_F.SEND_RELEASED, _F.FREE)),
     (_I.AWAITING, _E.TIMEOUT): (_I.DONE, (_F.SEND_RELEASED, _F.FREE)),
     (_I.AWAITING, _E.PEER_LOST): (_I.DONE, (_F.FREE,)),
+    (_I.AWAITING, _E.AHEAD): (_I.FOLLOWING, (_F.READ,)),
+    (_I.FOLLOWING, _E.AHEAD): (_I.FOLLOWING, (_F.READ,)),
+    (_I.FOLLOWING, _E.READY): (_I.READING, (_F.READ, _F.SEND_RENEW)),
+    (_I.FOLLOWING, _E.FENCED): (_I.DROPPING, ()),
+    (_I.FOLLOWING, _E.CANCEL): (_I.DROPPING, ()),
+    (_I.FOLLOWING, _E.TIMEOUT): (_I.DROPPING, ()),
+    (_I.FOLLOWING, _E.PEER_LOST): (_I.DROPPING, ()),
     (_I.READING, _E.REMIND): (_I.READING, (_F.SEND_RENEW,)),
     (_I.READING, _E.LANDED): (_I.DONE, (_F.SEND_RELEASED, _F.ADMIT)),
     (_I.READING, _E.FENCED): (_I.DROPPING, ()),

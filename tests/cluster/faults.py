@@ -29,6 +29,7 @@ from pd.runtime.core.prefix import PrefixCache
 from pd.runtime.core.ranks import Tally
 from pd.runtime.core.reads import Reads
 from pd.runtime.core.router import RouterBrain
+from pd.runtime.core.step import Step
 from pd.runtime.core.timetable import Timetable
 from pd.runtime.wire.messages import Fenced, Landed, Missing, Prefill, Reserve, Wanted
 from pd.runtime.wire.plans import Severed, WriteDone
@@ -216,6 +217,20 @@ def fence_what_is_not_held(patch: Patch) -> None:
     patch.setattr(Offers, "deliver", take)
 
 
+def tell_of_what_is_planned(patch: Patch) -> None:
+    fill = PrefillPart.fill
+
+    def fill_and_tell(self: PrefillPart, step: Step, now: float) -> list[Effect]:
+        effects = fill(self, step, now)
+        for request, stop in step.prompts:
+            outbox = self.outboxes.find(request.handle)
+            if outbox is not None and stop < len(request.tokens):
+                effects += self.outboxes.tell(outbox, stop=stop, now=now)
+        return effects
+
+    patch.setattr(PrefillPart, "fill", fill_and_tell)
+
+
 def never_attach_again(patch: Patch) -> None:
     break_off = Links.break_off
 
@@ -307,6 +322,9 @@ FAULTS: dict[str, Plant] = {
     "pages are free while a read that is dropped goes on": inbox_rows(
         {(InboxState.READING, On.CANCEL): FREED, (InboxState.READING, On.TIMEOUT): FREED}
     ),
+    "pages are free while what is read ahead comes": inbox_rows(
+        {(InboxState.FOLLOWING, On.CANCEL): FREED, (InboxState.FOLLOWING, On.FENCED): FREED}
+    ),
     "digests that differ are ignored": instead(
         Reads, "_compare", lambda self, inbox, done, now: self._inboxes.move(inbox, On.AGREED, now=now)
     ),
@@ -323,6 +341,7 @@ FAULTS: dict[str, Plant] = {
             (OutboxState.HOLDING, On.DIGEST): (OutboxState.OFFERED, (Do.SEND_READY,)),
         }
     ),
+    "what is to be computed is said to be there": tell_of_what_is_planned,
     "Landed is said before the last write is done": outbox_rows(
         {(C, On.COMPUTED): (OutboxState.LANDED, (Do.SEND_LANDED, Do.FREE))}
     ),

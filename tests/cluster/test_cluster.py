@@ -37,6 +37,7 @@ HAPPENED = {
     "preempted": 100,
     "quarantined": 100,
     "reorder": 500,
+    "read ahead": 500,
     "read in doubt": 30,
     "repeated": 1000,
     "restart": 500,

@@ -14,7 +14,7 @@ from pd.runtime.core.events import ROUTER, Drain, Emit, End, Event, HungUp, Peer
 from pd.runtime.core.instance import InstanceBrain
 from pd.runtime.core.router import RouterBrain
 from pd.runtime.core.settings import BrainSettings
-from pd.runtime.wire.messages import AnyMessage, Bye, Hello
+from pd.runtime.wire.messages import Ahead, AnyMessage, Bye, Hello
 from pd.runtime.wire.values import WIRE_VERSION, ModelCard
 from pd.transfer.layout import KVLayout, Shard
 from tests.cluster.clients import Clients
@@ -204,6 +204,7 @@ class World:
             return
         if life is None and sender.name != ROUTER and (ranks := self._lives.get(sender)) and not ranks.is_alive:
             self.happened["word of the dead"] += 1
+        self.happened["read ahead"] += isinstance(message, Ahead)
         shell.hear(Received(sender, message))
         if self._leaving and (handle := getattr(message, "handle", None)) is not None:
             self._count_down(handle.request_id)

@@ -28,7 +28,13 @@ from pd.runtime.wire.values import Handle, Stage, Ticket, Token
 from pd.transfer import handoff
 from pd.transfer.handoff import INBOX, Event, InboxState
 
-_WANTED = (InboxState.RESERVED, InboxState.AWAITING, InboxState.READING, InboxState.CHECKING)
+_WANTED = (
+    InboxState.RESERVED,
+    InboxState.AWAITING,
+    InboxState.FOLLOWING,
+    InboxState.READING,
+    InboxState.CHECKING,
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -41,7 +47,12 @@ class Inbox:
     remind_at: float = 0.0
     state: InboxState = InboxState.RESERVED
     first: Token | None = None
-    ready: Ready | None = None  # what of the peer's is to be read
+    num_held: int = 0  # tokens that were here before
+    page_size: int = 1  # the peer's
+    num_read: int = 0  # tokens given to reads, or held
+    num_offered: int = 0  # tokens that may be read
+    offered: tuple[int, ...] = ()  # the peer's pages of them, but for those held
+    ready: Ready | None = None  # all may be read
     digest: int | None = None  # of what the peer sent, by its own word
     num_open: int = 0  # reads
     is_doubtful: bool = False  # a read has failed, and bytes of it may land
@@ -72,14 +83,19 @@ class ReadJobs:
         self._last_job = 0
 
     def begin(self, inbox: Inbox, page_size: int) -> WriteJob:
-        """All that the peer offers, into the pages that are not held."""
-        assert inbox.ready is not None, "nothing is offered"
-        return self._job(inbox, page_size, src_pages=inbox.ready.pages)
+        """All that the peer offers and that was not read yet, into the pages that are not held."""
+        start, stop, held = inbox.num_read, inbox.num_offered, inbox.num_held
+        assert start < stop, f"nothing is to be read of {inbox.reserve.handle} between {start} and {stop}"
+        inbox.num_read = stop
+        src = inbox.offered[(start - held) // inbox.page_size : num_pages_for(stop - held, inbox.page_size)]
+        dst = inbox.table.pages[start // page_size : num_pages_for(stop, page_size)]
+        return WriteJob(self._open(inbox), inbox.life.name, start, stop, src, tuple(dst))
 
     def digest(self, inbox: Inbox, page_size: int) -> Digest:
         """A job that moves nothing: all that landed."""
-        job = self._job(inbox, page_size, src_pages=None)
-        return Digest(job, is_own=True)
+        start, stop = inbox.num_held, len(inbox.reserve.tokens)
+        pages = inbox.table.pages[start // page_size : num_pages_for(stop, page_size)]
+        return Digest(WriteJob(self._open(inbox), inbox.life.name, start, stop, tuple(pages), ()), is_own=True)
 
     def end(self, job: int) -> Inbox:
         inbox = self._inboxes.pop(job)
@@ -93,15 +109,12 @@ class ReadJobs:
         """Of any life of `peer`."""
         return any(inbox.life.name == peer for inbox in self._inboxes.values())
 
-    def _job(self, inbox: Inbox, page_size: int, *, src_pages: tuple[int, ...] | None) -> WriteJob:
-        """Of the pages that are not held; from `src_pages` into them, or (None) of them alone."""
+    def _open(self, inbox: Inbox) -> int:
+        """The number of its next job."""
         self._last_job += 1
         self._inboxes[self._last_job] = inbox
         inbox.num_open += 1
-        shared, stop = inbox.table.num_shared, len(inbox.reserve.tokens)
-        ours = tuple(inbox.table.pages[shared : num_pages_for(stop, page_size)])
-        src, dst = (ours, ()) if src_pages is None else (src_pages, ours)
-        return WriteJob(self._last_job, inbox.life.name, shared * page_size, stop, src, dst)
+        return self._last_job
 
 
 class Inboxes:
@@ -134,10 +147,10 @@ class Inboxes:
         if isinstance(taken, Refused):
             return [Send(ROUTER, taken), Stamp(str(handle), "refused", taken.reason)]
         inbox = self._inboxes[handle] = Inbox(message, life, limit, taken, now + message.deadline_s)
-        if message.is_pull:
-            inbox.state = InboxState.AWAITING
+        held = inbox.num_held = inbox.num_read = taken.num_shared * size
+        if message.is_pull and (peer := self._links.find(life)) is not None:
+            inbox.state, inbox.page_size = InboxState.AWAITING, peer.layout.page_size
         written = taken.pages[taken.num_shared : num_pages_for(len(message.tokens), size)]
-        held = taken.num_shared * size
         ticket = Ticket(*self._me, tuple(written), held, life.epoch, message.is_pull, message.verifies)
         return [Send(ROUTER, Reserved(handle, ticket)), Stamp(str(handle), "reserved", f"{held} tokens held")]
 
@@ -191,6 +204,8 @@ class Inboxes:
         for inbox in self:
             if inbox.state is not InboxState.QUARANTINED and now >= inbox.deadline:
                 reason = f"not landed within {inbox.reserve.deadline_s:g} s"
+                if inbox.state is InboxState.READING:
+                    reason = f"not read within {self._settings.deadlines.draining_s:g} s"
                 if inbox.state is InboxState.CHECKING:
                     reason = f"landed, and no digest of it within {self._settings.deadlines.checking_s:g} s"
                 effects += self.fail(inbox, Event.TIMEOUT, reason=reason, now=now)
@@ -250,7 +265,8 @@ class Inboxes:
     def move(self, inbox: Inbox, event: Event, *, now: float) -> list[Effect]:
         before = inbox.state
         inbox.state, todo = handoff.step(INBOX, before, event)
-        if inbox.state is not before or handoff.Effect.SEVER in todo:
+        has_moved = inbox.state is not before and inbox.state is not InboxState.FOLLOWING  # the request's goes on there
+        if has_moved or handoff.Effect.SEVER in todo:
             inbox.deadline = now + _patience(inbox.state, self._settings.deadlines)
         is_quarantined = inbox.state is InboxState.QUARANTINED
         deadlines = self._settings.deadlines

@@ -37,6 +37,7 @@ from pd.runtime.core.settings import BrainSettings, Deadlines
 from pd.runtime.core.wants import Wants
 from pd.runtime.core.work import Work
 from pd.runtime.wire.messages import (
+    Ahead,
     AnyMessage,
     Bye,
     Cancel,
@@ -171,6 +172,8 @@ class InstanceBrain:
                 return offers.renew(sender, message, now=now)
             case Released(handle=handle) if offers is not None:
                 return offers.released(sender, handle, now=now)
+            case Ahead() if reads is not None:
+                return reads.ahead(sender, message, now=now)
             case Ready() if reads is not None:
                 return reads.begin(sender, message, now=now)
             case Renewed(handle=handle) if reads is not None:

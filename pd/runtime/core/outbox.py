@@ -4,7 +4,8 @@ Rules
 1. A job is open from the launch of the plan it rides on until every rank has ended it. Only then are its pages let go.
 2. A job covers whole pages of both sides (units of the least common multiple); the last one ends with the prompt.
 3. A table of pages in a handoff is given back by FREE and by nothing else.
-4. What decode reads is offered once, whole, and kept for `lease_s` from each Renew that is heard.
+4. What decode reads is offered once, whole, and kept for `lease_s` from each Renew that is heard. Before that it may
+   read what is computed of a request that goes on: that is kept anyhow, and if the request ends, nothing counts.
 5. A handoff whose last word is not known to be heard holds nothing, and has a deadline.
 """
 
@@ -23,7 +24,7 @@ from pd.runtime.core.pages import num_pages_for
 from pd.runtime.core.ranks import DIGESTS
 from pd.runtime.core.request import Request
 from pd.runtime.core.settings import BrainSettings
-from pd.runtime.wire.messages import Fenced, Landed, Ready, Renewed
+from pd.runtime.wire.messages import Ahead, Fenced, Landed, Ready, Renewed
 from pd.runtime.wire.plans import Digest, WriteDone, WriteJob
 from pd.runtime.wire.values import Handle, Ticket, Token
 from pd.transfer import handoff
@@ -40,6 +41,7 @@ class Outbox:
     life: Peer | None = None  # the ticket's
     page_size: int = 1  # the peer's
     num_sent: int = 0  # tokens given to jobs, or held by the peer from the start
+    num_told: int = 0  # tokens that the peer may read ahead
     state: OutboxState = OutboxState.QUEUED
     num_open: int = 0  # jobs
     num_written: int = 0  # the peer's pages, by jobs that ended well
@@ -153,6 +155,18 @@ class Outboxes:
             jobs.append(job)
         return jobs
 
+    def tell(self, outbox: Outbox, *, stop: int, now: float) -> list[Effect]:
+        """The KV before `stop` is there: a peer that reads may begin with what is whole pages of both sides."""
+        ticket = outbox.ticket
+        if ticket is None or not ticket.is_pull:
+            return []
+        unit = math.lcm(self._settings.page_size, outbox.page_size)
+        num_whole = stop // unit * unit
+        if num_whole <= max(outbox.num_told, ticket.held_tokens):
+            return []
+        outbox.num_told = num_whole
+        return self.move(outbox, Event.FILLED, now=now)
+
     def end_job(self, done: WriteDone, now: float) -> Outbox:
         """Every rank has ended this job, well or not. The caller moves its outbox on."""
         outbox, num_pages = self._jobs.pop(done.job)
@@ -240,6 +254,9 @@ class Outboxes:
                 return [said, Stamp(str(request.handle), "drained", f"to {life.name}")] if is_news else [said]
             case handoff.Effect.SEND_FENCED:
                 return [Send(life.name, Fenced(request.handle, outbox.reason))]
+            case handoff.Effect.SEND_AHEAD:
+                pages = _pages_to_read(outbox, outbox.num_told, self._settings.page_size)
+                return [Send(life.name, Ahead(request.handle, outbox.num_told, pages))]
             case handoff.Effect.SEND_READY:
                 ready = _ready(outbox, self._settings.page_size, lease_s)
                 return [Send(life.name, ready), Stamp(str(request.handle), "offered")]
@@ -259,9 +276,15 @@ class Outboxes:
 
 def _ready(outbox: Outbox, page_size: int, lease_s: float) -> Ready:
     request, num_tokens = outbox.request, len(outbox.request.tokens)
-    assert outbox.first is not None and outbox.ticket is not None, f"{request.handle} is offered too early"
-    pages = request.table.pages[outbox.ticket.held_tokens // page_size : num_pages_for(num_tokens, page_size)]
-    return Ready(request.handle, num_tokens, outbox.first, tuple(pages), lease_s, _digest_of(outbox))
+    assert outbox.first is not None, f"{request.handle} is offered too early"
+    pages = _pages_to_read(outbox, num_tokens, page_size)
+    return Ready(request.handle, num_tokens, outbox.first, pages, lease_s, _digest_of(outbox))
+
+
+def _pages_to_read(outbox: Outbox, stop: int, page_size: int) -> tuple[int, ...]:
+    """Of tokens before `stop` that the peer does not hold."""
+    assert outbox.ticket is not None, f"{outbox.request.handle} is offered to nobody"
+    return tuple(outbox.request.table.pages[outbox.ticket.held_tokens // page_size : num_pages_for(stop, page_size)])
 
 
 def _digest_of(outbox: Outbox) -> int | None:

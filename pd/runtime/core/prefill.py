@@ -98,6 +98,7 @@ class PrefillPart:
             if outbox is not None:
                 if is_new:
                     effects += self.outboxes.move(outbox, Event.START, now=now)
+                    effects += self.outboxes.tell(outbox, stop=request.num_cached, now=now)
                 step.writes += self.outboxes.write(outbox, stop=request.num_computed)
         return effects
 
@@ -105,6 +106,10 @@ class PrefillPart:
         """`step` is done. `tokens` are those of its `firsts`."""
         self.prompts.cache(step)
         effects: list[Effect] = []
+        for request, stop in step.prompts:
+            outbox = self.outboxes.find(request.handle)
+            if outbox is not None and request.phase is not Phase.ENDED and stop < len(request.tokens):
+                effects += self.outboxes.tell(outbox, stop=stop, now=now)
         for request, token in zip(step.firsts, tokens, strict=True):
             if request.phase is not Phase.ENDED:
                 effects += self._first(request, token, now=now)

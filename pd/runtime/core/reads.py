@@ -5,18 +5,23 @@ The offer's pages may be another's as soon as its lease is over, so what was rea
 until then. Each Renew carries our own time, and the Renewed that brings it back says: it stood when this was heard,
 and stands `lease_s` longer. Only our clock is read.
 
+What prefill has computed of a request that it goes on with may be read ahead of the offer: its pages are held by the
+request until they are offered, without a gap, so that a proof of the offer is one of them.
+
     ours      Renew s ────────── read done e ──► counts if e < s + TRUST * lease_s    no Renewed yet: it is waited for
     theirs        └► heard: kept for lease_s from here, which is later than s
 """
 
 from __future__ import annotations
 
+import math
+
 from pd.runtime.core.events import Effect, Peer, Send, Stamp
 from pd.runtime.core.inbox import Inbox, Inboxes
 from pd.runtime.core.lives import Links
 from pd.runtime.core.pages import num_pages_for
 from pd.runtime.core.settings import BrainSettings
-from pd.runtime.wire.messages import Ready, Released, Renewed
+from pd.runtime.wire.messages import Ahead, Ready, Released, Renewed
 from pd.runtime.wire.plans import WriteDone
 from pd.runtime.wire.values import Stage
 from pd.transfer.handoff import Event, InboxState
@@ -33,12 +38,24 @@ class Reads:
         self._inboxes = inboxes
         self._links = links
 
+    def ahead(self, sender: Peer, message: Ahead, *, now: float) -> list[Effect]:
+        """Some of the peer's pages may be read, and more will follow. Of what is known already nothing comes."""
+        inbox = self._inboxes.find(message.handle, sender)
+        if inbox is None or inbox.state not in (InboxState.AWAITING, InboxState.FOLLOWING):
+            return []
+        unit = math.lcm(self._settings.page_size, inbox.page_size)
+        is_sound = message.num_tokens % unit == 0 and _has_pages(inbox, message.num_tokens, message.pages)
+        if not is_sound or not inbox.num_read < message.num_tokens < len(inbox.reserve.tokens):
+            return []
+        inbox.num_offered, inbox.offered = message.num_tokens, message.pages
+        return self._inboxes.move(inbox, Event.AHEAD, now=now)
+
     def begin(self, sender: Peer, message: Ready, *, now: float) -> list[Effect]:
         """The peer's pages may be read. If nobody wants them, it hears so."""
         inbox = self._inboxes.find(message.handle, sender)
         if inbox is None:
             return [Send(sender.name, Released(message.handle))]
-        if inbox.state is not InboxState.AWAITING:
+        if inbox.state not in (InboxState.AWAITING, InboxState.FOLLOWING):
             return []
         if message.position != len(inbox.reserve.tokens):
             reason = f"{sender.name} offers {message.position} tokens, not {len(inbox.reserve.tokens)}"
@@ -48,6 +65,7 @@ class Reads:
             reason = f"{sender.name} offers {num_pages} pages, and {num_due} have what is not here"
             return self._inboxes.fail(inbox, Event.CANCEL, reason=reason, now=now)
         inbox.first, inbox.ready, inbox.digest = message.token, message, message.digest
+        inbox.num_offered, inbox.offered = message.position, message.pages
         return self._inboxes.move(inbox, Event.READY, now=now)
 
     def end(self, done: WriteDone, *, now: float) -> list[Effect]:
@@ -61,7 +79,10 @@ class Reads:
         if done.error is not None:
             reason = f"read from {inbox.life.name} failed: {done.error}"
             return self._inboxes.fail(inbox, Event.CANCEL, reason=reason, now=now)
-        inbox.read_at = now
+        if inbox.num_open:
+            return []
+        if inbox.state is InboxState.READING:
+            inbox.read_at = now
         return self._land(inbox, now) or self._inboxes.move(inbox, inbox.drained, now=now)
 
     def renewed(self, sender: Peer, message: Renewed, *, now: float) -> list[Effect] | None:
@@ -106,3 +127,8 @@ class Reads:
         if hello is not None:
             what += f" ({hello.layout.num_layers} layers, {hello.layout.num_kv_heads} KV heads)"
         return f"KV of {what} is not what {peer} sent: digest {done.digest or 0:016x} here, {inbox.digest:016x} there"
+
+
+def _has_pages(inbox: Inbox, num_tokens: int, pages: tuple[int, ...]) -> bool:
+    """As many as the tokens take that are not held."""
+    return len(pages) == num_pages_for(num_tokens - inbox.num_held, inbox.page_size)

@@ -223,6 +223,15 @@ class Heard(Message, frozen=True):
     handle: Handle
 
 
+class Ahead(Message, frozen=True):
+    """prefill -> decode: these pages may be read already; more are being computed. One that is lost is made up for by
+    the next, or by Ready."""
+
+    handle: Handle
+    num_tokens: int  # that they reach to: whole pages of both sides
+    pages: tuple[int, ...]  # prefill's, for tokens [held_tokens, num_tokens) of the ticket
+
+
 class Ready(Message, frozen=True):
     """prefill -> decode: these pages are yours to read until the lease is over; here is the first token."""
 
@@ -256,5 +265,5 @@ class Released(Message, frozen=True):
 
 ToRouter = Hello | Beat | Bye | DrainInstance | Reserved | Refused | FirstToken | Tokens | Failed | Cancelled | Missing
 FromRouter = Welcome | Refusal | WhoAreYou | Peers | DrainReport | Reserve | Prefill | Deliver | Cancel | Wanted
-Handoff = Landed | Stop | Fenced | Heard | Ready | Renew | Renewed | Released
+Handoff = Landed | Stop | Fenced | Heard | Ahead | Ready | Renew | Renewed | Released
 AnyMessage = ToRouter | FromRouter | Handoff | ToRank | FromRank
