@@ -144,7 +144,7 @@ class SharedOptions:
         str,
         typer.Option(
             metavar="push|pull",
-            help="Prefill writes KV while it computes, or decode reads it in the end.",
+            help="Prefill writes KV into decode's pages, or decode reads it.",
             rich_help_panel=_NETWORK,
         ),
     ] = "push"

@@ -95,6 +95,13 @@ def test_the_end_that_is_written(events: tuple[Event, ...], state: InboxState, e
         ((E.READY, E.FENCED, E.TIMEOUT), I.DROPPING, (F.READ, F.SEND_RENEW, F.SEVER)),
         ((E.READY, E.CHECK, E.AGREED), I.DONE, (F.READ, F.SEND_RENEW, F.SEND_RELEASED, F.DIGEST, F.ADMIT)),
         ((E.READY, E.TIMEOUT, E.DOUBT, E.SEVERED), I.DONE, (F.READ, F.SEND_RENEW, F.SEVER, F.FREE)),
+        (
+            (E.AHEAD, E.AHEAD, E.READY, E.AHEAD, E.LANDED),
+            I.DONE,
+            (F.READ, F.READ, F.READ, F.SEND_RENEW, F.SEND_RELEASED, F.ADMIT),
+        ),
+        ((E.AHEAD, E.FENCED, E.READY, E.DRAINED), I.DONE, (F.READ, F.SEND_RELEASED, F.FREE)),
+        ((E.AHEAD, E.PEER_LOST, E.DOUBT, E.SEVERED), I.DONE, (F.READ, F.SEVER, F.FREE)),
     ],
 )
 def test_the_end_that_reads(events: tuple[Event, ...], state: InboxState, effects: tuple[Effect, ...]) -> None:
@@ -127,7 +134,7 @@ def test_whatever_happens_pages_are_let_go_exactly_once_and_only_at_the_end() ->
     digested = (E.START, E.HOLD, E.DIGEST, E.DIGESTED, E.RELEASED, E.STOP, E.TIMEOUT, E.PEER_LOST, E.DRAINED)
     checked = (E.LANDED, E.CHECK, E.AGREED, E.DIFFERS)
     theirs = (*checked, E.FENCED, E.CANCEL, E.REMIND, E.SEVERED, E.UNCLEAN, E.TIMEOUT, E.PEER_LOST)
-    reading = (*checked, E.READY, E.FENCED, E.CANCEL, E.DRAINED, E.DOUBT, E.SEVERED, E.TIMEOUT, E.PEER_LOST)
+    reading = (*checked, E.AHEAD, E.READY, E.FENCED, E.CANCEL, E.DRAINED, E.DOUBT, E.SEVERED, E.TIMEOUT, E.PEER_LOST)
     for events in itertools.chain(itertools.product(ours, repeat=5), itertools.product(digested, repeat=4)):
         outbox, effects = run_outbox(events)
         assert effects.count(F.FREE) == (outbox in (O.LANDED, O.FENCED, O.DONE)), events
