@@ -166,5 +166,5 @@ def test_words_that_do_not_fit_are_ignored_and_an_offer_fails_the_attempt() -> N
     stranger = hello("q", Role.PREFILL)
     assert said(me.peer(P._replace(name=stranger.worker), Ahead(request.handle, 8, PAGES[:2])), Transfer) == []
     short = msgspec.structs.replace(offer(request), pages=PAGES[:3])
-    assert said(me.peer(P, short), Failed)[0].reason == "p offers 18 tokens in 3 pages"
+    assert said(me.peer(P, short), Failed)[0].reason == "p offers 3 pages, and 5 have what is not here"
     assert me.brain.is_idle()

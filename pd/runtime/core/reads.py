@@ -44,7 +44,7 @@ class Reads:
         if inbox is None or inbox.state not in (InboxState.AWAITING, InboxState.FOLLOWING):
             return []
         unit = math.lcm(self._settings.page_size, inbox.page_size)
-        is_sound = message.num_tokens % unit == 0 and _has_pages(inbox, message.num_tokens, message.pages)
+        is_sound = message.num_tokens % unit == 0 and len(message.pages) == _num_due(inbox, message.num_tokens)
         if not is_sound or not inbox.num_read < message.num_tokens < len(inbox.reserve.tokens):
             return []
         inbox.num_offered, inbox.offered = message.num_tokens, message.pages
@@ -60,8 +60,8 @@ class Reads:
         if message.position != len(inbox.reserve.tokens):
             reason = f"{sender.name} offers {message.position} tokens, not {len(inbox.reserve.tokens)}"
             return self._inboxes.fail(inbox, Event.CANCEL, reason=reason, now=now)
-        num_pages, num_due = len(message.pages), self._num_due(inbox)
-        if num_due not in (None, num_pages):
+        num_pages, num_due = len(message.pages), _num_due(inbox, message.position)
+        if num_pages != num_due:
             reason = f"{sender.name} offers {num_pages} pages, and {num_due} have what is not here"
             return self._inboxes.fail(inbox, Event.CANCEL, reason=reason, now=now)
         inbox.first, inbox.ready, inbox.digest = message.token, message, message.digest
@@ -93,14 +93,6 @@ class Reads:
         inbox.proven_until = max(inbox.proven_until, message.at + inbox.ready.lease_s * TRUST)
         return self._land(inbox, now)
 
-    def _num_due(self, inbox: Inbox) -> int | None:
-        """Pages of the peer with the tokens that are not held here. None: it is not attached, and nothing is read."""
-        hello = self._links.find(inbox.life)
-        if hello is None:
-            return None
-        num_held = inbox.table.num_shared * self._settings.page_size
-        return num_pages_for(len(inbox.reserve.tokens), hello.layout.page_size) - num_held // hello.layout.page_size
-
     def _land(self, inbox: Inbox, now: float) -> list[Effect]:
         """Admit what counts. If that is not known yet, ask again: the answer will say."""
         if inbox.state is not InboxState.READING or inbox.read_at is None:
@@ -129,6 +121,6 @@ class Reads:
         return f"KV of {what} is not what {peer} sent: digest {done.digest or 0:016x} here, {inbox.digest:016x} there"
 
 
-def _has_pages(inbox: Inbox, num_tokens: int, pages: tuple[int, ...]) -> bool:
-    """As many as the tokens take that are not held."""
-    return len(pages) == num_pages_for(num_tokens - inbox.num_held, inbox.page_size)
+def _num_due(inbox: Inbox, num_tokens: int) -> int:
+    """Pages of the peer with those of its first `num_tokens` that are not held here."""
+    return num_pages_for(num_tokens - inbox.num_held, inbox.page_size)
