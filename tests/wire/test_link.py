@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import zmq
 
 from pd.runtime.core.events import Peer, Received
+from pd.runtime.wire import link
 from pd.runtime.wire.codec import encode
 from pd.runtime.wire.link import Hub, LinkError, Spoke
 from pd.runtime.wire.messages import Cancel, Welcome, WhoAreYou
@@ -27,9 +32,9 @@ def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
         yield context
 
 
-def hear(link: Hub | Spoke) -> Received:
-    assert link.socket.poll(5000), "nothing came in 5 s"
-    received = link.receive()
+def hear(end: Hub | Spoke) -> Received:
+    assert end.socket.poll(5000), "nothing came in 5 s"
+    received = end.receive()
     assert received is not None
     return received
 
@@ -55,6 +60,45 @@ def test_a_message_to_nobody_is_counted_and_harms_no_one(context: zmq.Context[zm
     assert hub.num_dropped == 1
     hub.close()
     spoke.close()
+
+
+ECHO = """
+import sys, zmq
+from pd.runtime.core.events import Peer
+from pd.runtime.wire.link import Spoke
+from pd.runtime.wire.messages import WhoAreYou
+spoke = Spoke(zmq.Context(), sys.argv[1], me=Peer("0", ""), hub=Peer("leader", ""), queue=True)
+spoke.send(WhoAreYou())
+while spoke.socket.poll(20_000):
+    while (received := spoke.receive()) is not None:
+        spoke.send(received.message)
+"""
+
+
+def test_a_rank_that_is_stopped_for_a_while_misses_nothing(
+    context: zmq.Context[zmq.Socket[bytes]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan that is lost on the way would leave its siblings waiting in the midst of a step."""
+    monkeypatch.setattr(link, "HEARTBEAT_MS", 30)
+    monkeypatch.setattr(link, "SWALLOWED_MS", 90)
+    hub, rank = Hub(context, f"ipc://{tmp_path}/leader"), Peer("0", "")
+    child = subprocess.Popen([sys.executable, "-c", ECHO, hub.address])
+    try:
+        assert hub.socket.poll(20_000), "the rank does not come"
+        assert hub.receive() == Received(rank, WhoAreYou())
+        os.kill(child.pid, signal.SIGSTOP)
+        os.waitpid(child.pid, os.WUNTRACED)
+        told = [Cancel(Handle("r", number), "why") for number in range(4)]
+        assert hub.send(told[0], rank) == []
+        time.sleep(0.5)
+        for message in told[1:]:
+            assert hub.send(message, rank) == []
+        os.kill(child.pid, signal.SIGCONT)
+        assert [hear(hub).message for _ in told] == told
+    finally:
+        child.kill()
+        child.wait()
+        hub.close()
 
 
 def test_who_hangs_up_is_known_by_the_next_message_to_it(context: zmq.Context[zmq.Socket[bytes]]) -> None:

@@ -25,6 +25,11 @@ _SEPARATOR = b"\x1f"
 _MAX_QUEUED = 10_000
 """Messages a peer may lie behind before new ones to it are dropped: at 100 steps a second, over a minute and a half."""
 
+HEARTBEAT_MS, SWALLOWED_MS = 2_000, 6_000
+"""A connection that swallows packets is closed after three. None within a host does: there only a process that is
+stopped for a while is silent, and to close its connection would lose what is on it, plans and answers that nobody says
+again."""
+
 _LINGER_MS = 200
 """For a last Bye or RankFailed to leave."""
 
@@ -41,7 +46,7 @@ class Hub:
         self.socket = context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a reconnect takes over from its own half-dead connection
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # so that a send to nobody is counted, not lost unseen
-        _set_limits(self.socket)
+        _set_limits(self.socket, address)
         if lock is not None:
             lock.bind(self.socket)
         self._watch = Watch(self.socket, is_bound=True, has_key=lock is not None and not lock.is_open)
@@ -123,7 +128,7 @@ class Spoke:
         self.socket.setsockopt(zmq.IMMEDIATE, 0 if queue else 1)
         self.socket.setsockopt(zmq.RECONNECT_IVL, 100)
         self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        _set_limits(self.socket)
+        _set_limits(self.socket, address)
         if lock is not None:
             lock.connect(self.socket)
         self._watch = Watch(self.socket, is_bound=False, has_key=lock is not None and not lock.is_open)
@@ -171,13 +176,14 @@ class Spoke:
         self.socket.close()
 
 
-def _set_limits(socket: zmq.Socket[bytes]) -> None:
+def _set_limits(socket: zmq.Socket[bytes], address: str) -> None:
     socket.setsockopt(zmq.LINGER, _LINGER_MS)  # from the start: it holds for a `disconnect` too
     socket.setsockopt(zmq.SNDHWM, _MAX_QUEUED)
     socket.setsockopt(zmq.RCVHWM, _MAX_QUEUED)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-    socket.setsockopt(zmq.HEARTBEAT_IVL, 2_000)  # ms; a connection that swallows packets is closed after three
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 6_000)
+    if not address.startswith("ipc:"):
+        socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SWALLOWED_MS)
 
 
 def _parts(socket: zmq.Socket[bytes], num_parts: int) -> list[bytes]:
