@@ -152,7 +152,7 @@ def _attend(
     if num_rows == 0:
         return out
     target = target_of(q_THE)
-    launch = launch_of(kernel, target, latent_size)
+    launch = launch_of(kernel, target, latent_size, variant=pages.variant(q_THE))
     part = part_lse = out
     if num_splits > 1:
         part = torch.empty(num_rows, num_heads, num_splits, latent_size, dtype=torch.float32, device=q_THE.device)

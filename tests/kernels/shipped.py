@@ -117,19 +117,38 @@ def sample() -> None:
         race.race(logits, floor, index, index)
 
 
-def latents(*, splits: int | None) -> Callable[[], object]:
+def latent_pool(dtype: torch.dtype) -> Tensor:
+    """DeepSeek-V3's, of 3 GiB."""
+    return torch.empty((3 << 30) // dtype.itemsize // (16 * 576), 1, 16, 576, dtype=dtype)
+
+
+def latents(*, splits: int | None, dtype: torch.dtype = BF16, kv_dtype: torch.dtype = BF16) -> Callable[[], object]:
     """DeepSeek-V3's 128 heads; splits None: prefill."""
 
     def launch() -> None:
-        kv = torch.empty((3 << 30) // 2 // (16 * 576), 1, 16, 576, dtype=BF16)
+        kv = latent_pool(kv_dtype)
         for batch, width in BATCHES:
             pages = Pages(kv, kv[..., :512], ints(batch, width))
             if splits is None:
-                q = torch.empty(16 * batch, 128, 576, dtype=BF16)
+                q = torch.empty(16 * batch, 128, 576, dtype=dtype)
                 mla.mla_prefill(q, pages, (ints(batch + 1), ints(batch)), scale=0.1)
             else:
-                q = torch.empty(batch, 128, 576, dtype=BF16)
+                q = torch.empty(batch, 128, 576, dtype=dtype)
                 mla.mla_decode(q, pages, ints(batch), scale=0.1, num_splits=splits)
+
+    return launch
+
+
+def write_latents(dtype: torch.dtype) -> Callable[[], object]:
+    """As the engine does it: the rotated key behind its latent, and 128 heads' queries turned where they stand."""
+
+    def launch() -> None:
+        kv, q = latent_pool(dtype), torch.empty(4, 128, 192, dtype=BF16)[..., 128:]
+        made = torch.empty(4, 1, 576 + 1536, dtype=BF16)
+        angles = torch.empty(4, 32), torch.empty(4, 32)
+        places = {"pages_T": ints(4, dtype=torch.int64), "offsets_T": ints(4, dtype=torch.int64)}
+        pools = kv[..., 512:], kv[..., :512]
+        kv_write.rope_and_write((q, made[..., -64:], torch.empty(4, 1, 512, dtype=BF16)), angles, pools, **places)
 
     return launch
 
@@ -177,6 +196,13 @@ SHIPPED: dict[str, Callable[[], object]] = {
 
 WIDE: dict[str, Callable[[], object]] = {
     "MLA prefill, 128 heads": latents(splits=None),
+    "MLA decode, 128 heads, one split": latents(splits=1),
+    "MLA decode, 128 heads, fp8 KV": latents(splits=16, kv_dtype=U8),
+    "MLA prefill, 128 heads, fp8 KV": latents(splits=None, kv_dtype=U8),
+    "MLA decode, 128 heads, fp32": latents(splits=16, dtype=FP32, kv_dtype=FP32),
+    "MLA prefill, 128 heads, fp32": latents(splits=None, dtype=FP32, kv_dtype=FP32),
+    "write latents": write_latents(BF16),
+    "write latents, fp8 KV": write_latents(U8),
     "argmax bf16": lambda: race.argmax(torch.empty(4, VOCAB, dtype=BF16)),
     **{f"decode {d}, group {g}": decode(g, (d, d)) for d in (64, 80, 96, 256) for g in (1, 8)},
     **{f"decode 128, group {g}": decode(g) for g in (1, 8, 16)},
