@@ -45,8 +45,8 @@ class Copies(NamedTuple):
     is_read: bool
 
 
-def batches(spans: Spans) -> Iterator[Spans]:
-    """Cut into at most 1,024 rows and BATCH_NBYTES each, a larger row into several."""
+def batches(spans: Spans, *, max_pieces: int = _MAX_PIECES) -> Iterator[Spans]:
+    """Cut into at most so many rows and BATCH_NBYTES each, a larger row into several."""
     parts = -(-spans[:, 2] // BATCH_NBYTES)
     if parts.max(initial=1) > 1:
         spans = np.repeat(spans, parts, axis=0)
@@ -56,7 +56,7 @@ def batches(spans: Spans) -> Iterator[Spans]:
     ends = np.cumsum(spans[:, 2])
     start, sent = 0, 0
     while start < len(spans):
-        stop = min(int(np.searchsorted(ends, sent + BATCH_NBYTES, side="right")), start + _MAX_PIECES)
+        stop = min(int(np.searchsorted(ends, sent + BATCH_NBYTES, side="right")), start + max_pieces)
         yield spans[start:stop]
         start, sent = stop, int(ends[stop - 1])
 
@@ -78,6 +78,10 @@ class Library(Protocol):
 
     def part(self, there: object) -> None:
         """Know it no longer. Batches that are still on their way may be broken off. Raises nothing."""
+
+    def is_owner_asked(self, *, is_near: bool) -> bool:
+        """Whether the peer's process sends what we read of it, and may not outlive us if we ask for two things at once.
+        `is_near`: it is of this host."""
 
     def post(self, there: object, copies: Copies) -> object:
         """Begin a batch, or carry it out at once; what the next three want to be given."""

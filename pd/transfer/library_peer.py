@@ -5,8 +5,9 @@ Rules
 1. Belongs to the worker's thread, but for `give`.
 2. The door is read after a job's last byte is in place: so a job is done only if the region still had its owner,
    whatever the library answered for memory that nobody keeps any more.
-3. The next job begins when the last one is done, as no library promises the order of two.
-4. A peer that is let go leaves behind what is still on its way. Only when that has ended is the library told to forget
+3. Of a peer whose own process sends what is read of it one piece is read at a time: see `Library.is_owner_asked`.
+4. The next job begins when the last one is done, as no library promises the order of two.
+5. A peer that is let go leaves behind what is still on its way. Only when that has ended is the library told to forget
    the peer: before, it would free what it still reads.
 """
 
@@ -49,6 +50,7 @@ class Slate(NamedTuple):
 class _Begun:
     task: Task
     rest: Iterator[Spans]
+    window: int  # batches
     is_posted: bool = False
 
 
@@ -63,6 +65,7 @@ class Peer:
     lock: threading.Lock = field(default_factory=threading.Lock)
     has_left: threading.Event = field(default_factory=threading.Event)
     is_near: bool = False  # its process can be watched from here
+    is_asked: bool = False  # its process sends what is read, one piece at a time
     cut_reason: str | None = None
     is_gone: bool = False
     pidfd: int | None = None
@@ -185,7 +188,9 @@ class Peer:
         if self._begun is None and self._waiting:
             with self.lock:
                 task = self._waiting.popleft()
-            self._begun = _Begun(task, batches(task.spans))
+            is_asking = task.is_read and self.is_asked
+            rest = batches(task.spans, max_pieces=1) if is_asking else batches(task.spans)
+            self._begun = _Begun(task, rest, window=1 if is_asking else _WINDOW)
         if self._begun is None:
             if now < self._next_look:
                 return False
@@ -196,7 +201,7 @@ class Peer:
                 return False
             self._read_door()
             return True
-        if len(self._open) >= _WINDOW:
+        if len(self._open) >= self._begun.window:
             return False
         spans = next(self._begun.rest, None)
         if spans is None:

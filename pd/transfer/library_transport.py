@@ -95,6 +95,7 @@ class LibraryTransport:
             return
         known = Peer(peer, there, self._memory, self._library, self._limits, self._outbox)
         known.is_near = why_elsewhere(there.life, self._life) is None
+        known.is_asked = self._library.is_owner_asked(is_near=known.is_near)
         worker.add(known)
         self._peers[peer] = known
 

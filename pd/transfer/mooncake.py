@@ -7,7 +7,7 @@ What is done because it was measured or met (0.3.13):
    ranks' 128 pieces each into one rank took 235 ms on two cores. Without 1 and 2 it is 34 ms.
 3. So over tcp a piece is a batch of its own, begun by the call that does not wait, which tells of one piece only. Over
    rdma, where it tries a failed batch again by other devices, its own call for a batch is taken.
-4. Calls may wait, for a peer's first answer or for RDMA 30 s: each peer has a thread that waits in its place.
+4. A stopped peer is waited for 30 s, by either call: each peer has a thread that waits in its place.
 5. It tells success from failure and no more: what failed is said by its log, on standard error.
 """
 
@@ -125,6 +125,9 @@ class MooncakeLibrary:
         self._lanes.discard(there)
         there.errands.put(None)
 
+    def is_owner_asked(self, *, is_near: bool) -> bool:
+        return False  # over tcp it is, and takes no harm
+
     def post(self, there: object, copies: Copies) -> object:
         assert isinstance(there, _Lane)
         batch = _Batch(there, partial(self._move, self._engine, there.session, copies))
@@ -192,7 +195,7 @@ class _Batch:
 
 
 def move_by_pieces(engine: Any, session: str, copies: Copies) -> int:
-    """Returns once none of them can move any more, however long that takes: 0, or -1 if one failed."""
+    """Returns once every one has ended: 0, or -1 if one failed."""
     begin = engine.batch_transfer_async_read if copies.is_read else engine.batch_transfer_async_write
     begun: deque[int] = deque()
     is_well = True

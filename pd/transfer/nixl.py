@@ -8,7 +8,9 @@ What is done because it was measured or met (NIXL 1.5.1):
 3. Failures come as exceptions and as "ERR"; both are TransferError here.
 4. Nothing is unpickled: the agent's metadata goes through NIXL's own reader, behind a digest.
 5. Its `ucx_devices` is ignored for TCP; UCX's own UCX_NET_DEVICES is honoured, and refuses what is not there.
-6. Its logger writes to standard output, which belongs to whoever started the process: it is given standard error.
+6. UCX over TCP has the owner send what is read. If the reader dies with several reads under way, the owner's process
+   may die too: of 96 readers killed with reads of 4 KiB under way four took it along (SIGSEGV, SIGABRT).
+7. Its logger writes to standard output, which belongs to whoever started the process: it is given standard error.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pd.transfer.host import rdma_devices
 from pd.transfer.library import Copies, LibraryLimits, Memory
 from pd.transfer.library_transport import LibraryTransport
 from pd.transfer.outbox import Outbox
@@ -82,6 +85,7 @@ class NixlLibrary:
             if backend not in self._agent.get_plugin_list():
                 raise TransferError(f"nixl has no backend {backend}, only {', '.join(self._agent.get_plugin_list())}")
             self._agent.create_backend(backend, dict(params))
+        self._is_tcp = _is_tcp_alone(params)
         self._registered: list[Any] = []
 
     def register(self, memory: Memory, nbytes: int) -> None:
@@ -106,6 +110,9 @@ class NixlLibrary:
     def part(self, there: object) -> None:
         with _unheard():
             self._agent.remove_remote_agent(there)
+
+    def is_owner_asked(self, *, is_near: bool) -> bool:
+        return self._backend == "UCX" and (self._is_tcp if is_near else self._is_tcp or not rdma_devices())
 
     def post(self, there: object, copies: Copies) -> object:
         ours, theirs = _descriptors(copies)
@@ -150,6 +157,13 @@ def _log_to_stderr() -> None:
             sink.setStream(sys.stderr)
     if "NIXL_LOG_LEVEL" not in os.environ:
         logger.setLevel(logging.WARNING)
+
+
+def _is_tcp_alone(params: Mapping[str, str]) -> bool:
+    """Whether UCX was told to take nothing but TCP."""
+    settings = dict(pair.partition("=")[::2] for pair in params.get("engine_config", "").split(","))
+    means = settings.get("TLS", os.environ.get("UCX_TLS", ""))
+    return "tcp" in means.split(",") and set(means.split(",")) <= {"tcp", "self"}
 
 
 @contextmanager

@@ -29,6 +29,7 @@ class SlowLibrary:
     name: str = "slow"
     tend_s: float | None = 1e-3
     is_held: bool = False
+    asks_owner: bool = False
     faults: list[str] = field(default_factory=list)
     open: list[Batch] = field(default_factory=list)
     known: set[str] = field(default_factory=set)
@@ -53,6 +54,9 @@ class SlowLibrary:
         if any(batch.there == there for batch in self.open):
             self.faults.append(f"told to forget {there} under a write to it")
         self.known.discard(there)
+
+    def is_owner_asked(self, *, is_near: bool) -> bool:
+        return self.asks_owner
 
     def post(self, there: object, copies: Copies) -> object:
         assert isinstance(there, str)

@@ -6,9 +6,13 @@ import gc
 import time
 from collections.abc import Callable
 
+import pytest
+
+from pd.transfer.host import rdma_devices
 from pd.transfer.library import LibraryLimits
 from pd.transfer.library_transport import LibraryTransport
-from pd.transfer.transport import JobDone, JobFailed, PeerLost, Span
+from pd.transfer.nixl import NixlLibrary
+from pd.transfer.transport import JobDone, JobFailed, PeerLost, Span, TransferError
 from tests.transfer.kit import done_jobs, wait_for, wait_jobs, wait_lost
 from tests.transfer.slow_library import LARGE, Batch, SlowLibrary
 
@@ -25,11 +29,11 @@ def until(is_so: Callable[[], bool], timeout_s: float = 5.0) -> None:
 class Two:
     """`a` over a library that can be slow, and `b`, which it writes to."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, asks_owner: bool = False) -> None:
         limits = LibraryLimits(connect_s=5, stall_s=5, look_s=0.02)
         self.libraries, self.ends, self.views = [], [], []
         for me in "ab":
-            library = SlowLibrary(me=me)
+            library = SlowLibrary(me=me, asks_owner=asks_owner)
             end = LibraryTransport(me=me, start=lambda _, library=library: library, limits=limits)  # type: ignore[misc]
             self.libraries.append(library)
             self.ends.append(end)
@@ -103,3 +107,32 @@ def test_a_peer_that_comes_again_waits_for_what_is_left_of_its_last_visit() -> N
     assert [type(end) for end in wait_for(two.a, bool)] == [JobDone]
     two.close()
     assert two.slow.faults == []
+
+
+def test_of_a_peer_that_sends_what_is_read_of_it_one_piece_is_read_at_a_time() -> None:
+    two = Two(asks_owner=True)
+    two.slow.is_held = True
+    two.views[1][:] = bytes(range(256)) * 4096
+    two.a.read("b", [Span(i * LARGE, (3 - i) * LARGE, LARGE) for i in range(4)], job=1)
+    for i in range(4):
+        until(lambda: any(not batch.is_over for batch in two.slow.open))
+        (batch,) = [batch for batch in two.slow.open if not batch.is_over]
+        assert batch.copies.spans.tolist() == [[i * LARGE, (3 - i) * LARGE, LARGE]]
+        two.slow.carry_out(batch)
+    assert done_jobs(wait_jobs(two.a, 1)) == [1]
+    two.close()
+    assert two.slow.faults == []
+
+
+def test_nixl_asks_owners_where_ucx_has_nothing_but_tcp() -> None:
+    def asked(params: dict[str, str], *, is_near: bool) -> bool:
+        try:
+            library = NixlLibrary("a", backend="UCX", params=params, devices=())
+        except TransferError as error:
+            pytest.skip(str(error))
+        answer = library.is_owner_asked(is_near=is_near)
+        library.close()
+        return answer
+
+    assert not asked({}, is_near=True) and asked({"engine_config": "TLS=tcp"}, is_near=True)
+    assert asked({}, is_near=False) == (not rdma_devices())
