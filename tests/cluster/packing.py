@@ -41,7 +41,8 @@ class Packing:
 
     def cut(self, tokens: range) -> list[range]:
         """What fits a slot each."""
-        return [tokens[start : start + self.slot_tokens] for start in range(0, len(tokens), self.slot_tokens)]
+        starts = range(0, len(tokens), self.slot_tokens) or (0,)
+        return [tokens[start : start + self.slot_tokens] for start in starts]
 
     def give(self, part: Write) -> None:
         """Have it moved when there is room; a job of nobody who is attached needs none."""

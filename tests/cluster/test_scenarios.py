@@ -200,3 +200,19 @@ def test_after_ten_idle_minutes_the_first_request_is_as_fast() -> None:
     world = staged((prefill("p0"), decode("d0")), [ask("before", 0.3, 12), ask("after", 600.0, 12)], is_calm=True)
     assert world.clients.took_s("after") < 2 * world.clients.took_s("before")
     assert world.shells["p0"].stamps["welcome"] == 1  # nobody had to come back
+
+
+def test_an_idle_pair_settles_a_write_in_doubt_and_neither_cuts_the_other_off() -> None:
+    """The connection fails under a write and comes back, the client leaves, and nobody writes anything after."""
+    num_doubts = 0
+    for seed in range(8):
+        world = staged(
+            [prefill("p0"), decode("d0")],
+            [ask("r", 0.5, 9, leave_at=0.7)],
+            odds=Odds(write_error=1.0, unreachable=1.0),
+            whole_at=0.8,
+            seed=seed,
+        )
+        num_doubts += world.happened["write in doubt"]
+        assert world.happened["severed"] == 0, f"seed {seed}"
+    assert num_doubts > 3

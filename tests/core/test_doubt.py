@@ -6,7 +6,7 @@ from brains import Instance, hello, prefill_for, said, ticket_of
 
 from pd.runtime.core.events import Effect, Peer
 from pd.runtime.wire.messages import Failed, Fenced, Landed, Prefill, Stop
-from pd.runtime.wire.plans import PeerUnreachable, WriteDone
+from pd.runtime.wire.plans import PeerUnreachable, Sever, Transfer, WriteDone
 from pd.runtime.wire.values import Handle, Role
 
 DECODE = hello("d", Role.DECODE)
@@ -51,6 +51,45 @@ def test_a_later_write_that_is_done_is_the_proof() -> None:
         me.step()
     me.end_job(me.jobs[0])
     assert [fenced.handle for fenced in said(me.peer(D, Stop(handle)), Fenced)] == [handle]
+
+
+def test_where_nothing_else_is_written_a_write_of_nothing_is_the_proof() -> None:
+    """An idle pair: else decode would hear nothing for 30 s, and cut its only prefill instance off."""
+    for num_ranks in (1, 2):
+        me, handle, _ = doubtful(num_ranks)
+        assert said(me.peer(D, Stop(handle)), Transfer) == [], "there is no way to it"
+        me.wait(1.2)  # attached again
+        (order,) = said(me.peer(D, Stop(handle)), Transfer)
+        (job,) = order.jobs
+        assert (job.peer, job.start, job.stop, job.src_pages, job.dst_pages) == (
+            "d",
+            0,
+            0,
+            (),
+            (),
+        ) and not order.is_read
+        assert said(me.peer(D, Stop(handle)), Transfer) == [], "one at a time"
+        for rank in range(num_ranks):
+            assert said(me.peer(D, Stop(handle)), Fenced) == []
+            me.rank(WriteDone(job.job, None, 0, 0.1), rank)
+        assert [fenced.handle for fenced in said(me.peer(D, Stop(handle)), Fenced)] == [handle]
+        assert me.brain.is_idle()
+
+
+def test_a_proof_that_fails_proves_nothing_and_the_next_question_begins_another() -> None:
+    me, handle, _ = doubtful()
+    me.wait(1.2)
+    (first,) = said(me.peer(D, Stop(handle)), Transfer)
+    me.rank(WriteDone(first.jobs[0].job, "lost again", 0, 0.1))
+    (second,) = said(me.peer(D, Stop(handle)), Transfer)
+    assert second.jobs[0].job > first.jobs[0].job
+
+
+def test_a_proof_that_does_not_end_is_made_to_fail() -> None:
+    me, handle, _ = doubtful()
+    me.wait(1.2)
+    me.peer(D, Stop(handle))
+    assert said(me.wait(9.0), Sever) == [] and said(me.wait(1.5), Sever) == [Sever(*D)]
 
 
 def test_a_write_that_was_given_before_the_doubt_proves_nothing() -> None:

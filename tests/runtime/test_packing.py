@@ -164,6 +164,18 @@ def test_a_peer_that_hangs_holds_up_none_but_itself() -> None:
     assert len(held) == 2  # of three slots
 
 
+def test_a_job_of_nothing_goes_to_each_rank_of_the_peer_and_needs_no_staging() -> None:
+    """What it proves is that all before it has ended, on every way to the peer."""
+    hub = MemoryHub()
+    source, sink = Side(hub, "p", LAYOUT, tp=2), Side(hub, "d", replace(LAYOUT, dtype="bfloat16"), tp=1)
+    for mover in source.movers:
+        mover.attach(sink.order())
+    for mover in source.movers:
+        assert mover.start(WriteJob(1, "d", 0, 0, (), ())) == [], "it is under way"
+        assert mover.packer is not None and mover.packer.staging.num_taken == 0
+        assert [(done.job, done.error) for done in mover.poll() if isinstance(done, WriteDone)] == [(1, None)]
+
+
 class Lossy(MemoryTransport):
     """Loses a peer in the midst of a read, and cannot say at first that nothing of it comes any more."""
 

@@ -21,6 +21,7 @@ from pd.runtime.core.events import Effect, Order, Peer, Send, Stamp
 from pd.runtime.core.flight import Flight
 from pd.runtime.core.lives import Links
 from pd.runtime.core.pages import num_pages_for
+from pd.runtime.core.proofs import Proofs
 from pd.runtime.core.ranks import DIGESTS
 from pd.runtime.core.request import Request
 from pd.runtime.core.settings import BrainSettings
@@ -97,6 +98,7 @@ class Outboxes:
         self._jobs: dict[int, _Job] = {}
         self.digests = DigestJobs()
         self.doubts = Doubts()
+        self.proofs = Proofs(links, settings.deadlines.stopping_s)
         self._last_job = 0
 
     def __len__(self) -> int:
@@ -113,10 +115,16 @@ class Outboxes:
         assert outbox.life is not None, "a job has a peer"
         self.doubts.add(outbox.request.handle, outbox.life, self._last_job)
 
+    def prove(self, life: Peer, *, now: float) -> list[Effect]:
+        """Have a write of nothing done, which ends the doubts about all before it."""
+        effects = self.proofs.begin(life, self._last_job + 1, now=now)
+        self._last_job += len(effects)
+        return effects
+
     def has_open_jobs(self, peer: str) -> bool:
         """To any life of `peer`."""
         lives = [job.outbox.life for job in self._jobs.values()]
-        return any(life is not None and life.name == peer for life in lives)
+        return self.proofs.has_open(peer) or any(life is not None and life.name == peer for life in lives)
 
     def is_open(self, job: int) -> bool:
         return job in self._jobs

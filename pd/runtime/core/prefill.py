@@ -74,7 +74,7 @@ class PrefillPart:
     def stop(self, sender: Peer, handle: Handle, *, now: float) -> list[Effect] | None:
         """The peer wants no more writes. None if there is no such handoff."""
         if handle in self.outboxes.doubts:
-            return []  # it asks again, and severs us in the end
+            return self.outboxes.prove(sender, now=now)  # it asks again, and severs us in the end
         outbox = self.outboxes.find(handle)
         if outbox is None:
             return None
@@ -128,6 +128,11 @@ class PrefillPart:
         reason = f"write to {outbox.life.name} failed: {done.error}"
         return self.fail(outbox.request.handle, Stage.TRANSFER, reason=reason, now=now, event=event)
 
+    def proved(self, done: WriteDone) -> None:
+        """Every rank has ended a write of nothing."""
+        if (life := self.outboxes.proofs.end(done)) is not None:
+            self.outboxes.doubts.trust(life, done.job)
+
     def lose(self, life: Peer, now: float) -> list[Effect]:
         """That life of a decode instance is over."""
         reason = f"decode instance {life.name} is lost"
@@ -139,7 +144,7 @@ class PrefillPart:
 
     def sweep(self, now: float) -> list[Effect]:
         """Look at all deadlines."""
-        effects: list[Effect] = []
+        effects = self.outboxes.proofs.sweep(now)
         prompts = self.prompts
         for stage, queue in ((Stage.QUEUE, prompts.waiting), (Stage.PREFILL, prompts.computing)):
             for handle in [each.handle for each in queue.values() if now >= each.deadline]:

@@ -28,7 +28,7 @@ from pd.runtime.wire.plans import (
 from pd.transfer.digest import total
 from pd.transfer.layout import KVLayout, Shard, check_can_meet, check_shards
 from pd.transfer.packed import End, Move, PackedWay
-from pd.transfer.plan import pair_up
+from pd.transfer.plan import Route, pair_up
 from pd.transfer.transport import JobDone, JobFailed, PeerLost, TransferError, Transport
 
 log = logging.getLogger("pd.rank")
@@ -201,13 +201,16 @@ class Mover:
     def _give(self, share: _Share, life: _Life, job: WriteJob, *, ways: Ways, is_read: bool) -> None:
         """To the transport, or to staging before that."""
         move = self.transport.read if is_read else self.transport.write
+        is_nothing = job.start == job.stop  # moved to know that all before it was
         for name, way in ways:
-            if isinstance(way, PackedWay):
+            if isinstance(way, PackedWay) and not is_nothing:
                 self._pack(share, life, name, way=way, job=job)
                 continue
             number = next(self._numbers)
             try:
-                spans = way.spans(job.src_pages, job.dst_pages, job.start, job.stop)
+                spans = []
+                if isinstance(way, Route) and not is_nothing:
+                    spans = way.spans(job.src_pages, job.dst_pages, job.start, job.stop)
                 move(name, spans, job=number)
             except (TransferError, ValueError) as error:
                 share.error = share.error or str(error)
