@@ -14,6 +14,7 @@ from pd.runtime.core.answer import Answer, Piece
 from pd.runtime.core.attempts import Arrival, Attempts
 from pd.runtime.core.decode import DecodePart
 from pd.runtime.core.dispatch import Dispatch
+from pd.runtime.core.doubts import Doubts
 from pd.runtime.core.events import Abandon, Effect, End, Event, Peer, Send
 from pd.runtime.core.flight import Flight
 from pd.runtime.core.inbox import Inboxes
@@ -355,7 +356,7 @@ FAULTS: dict[str, Plant] = {
     "Fenced is said of failed writes whose bytes may still land": outbox_rows(
         {(C, On.DOUBT): (T, ()), (D, On.DOUBT): (T, ()), (T, On.DOUBT): (T, ())}
     ),
-    "doubts are forgotten": instead(Outboxes, "doubt", lambda self, doubtful: None),
+    "doubts are forgotten": instead(Doubts, "add", lambda self, handle, life, last_job: None),
     "a write counts as done when the first rank has done it": instead(Tally, "write_done", written_by_one_rank),
     "a handoff has no deadline": instead(Outboxes, "_set_deadline", lambda self, outbox, now: None),
     "a new life is attached while writes to the old one are open": instead(

@@ -98,8 +98,8 @@ class Outboxes:
         self._jobs: dict[int, _Job] = {}
         self.digests = DigestJobs()
         self.doubts = Doubts()
-        self.proofs = Proofs(links, settings.deadlines.stopping_s)
-        self._last_job = 0
+        self.proofs = Proofs(links, self.doubts, settings.deadlines.stopping_s)
+        self.last_job = 0  # the highest number that was given
 
     def __len__(self) -> int:
         return len(self._outboxes)
@@ -110,15 +110,10 @@ class Outboxes:
     def find(self, handle: Handle) -> Outbox | None:
         return self._outboxes.get(handle)
 
-    def doubt(self, outbox: Outbox) -> None:
-        """A write of it failed whose bytes may land all the same."""
-        assert outbox.life is not None, "a job has a peer"
-        self.doubts.add(outbox.request.handle, outbox.life, self._last_job)
-
     def prove(self, life: Peer, *, now: float) -> list[Effect]:
         """Have a write of nothing done, which ends the doubts about all before it."""
-        effects = self.proofs.begin(life, self._last_job + 1, now=now)
-        self._last_job += len(effects)
+        effects = self.proofs.begin(life, self.last_job + 1, now=now)
+        self.last_job += len(effects)
         return effects
 
     def has_open_jobs(self, peer: str) -> bool:
@@ -218,11 +213,11 @@ class Outboxes:
 
     def _job(self, outbox: Outbox, ticket: Ticket, start: int, *, stop: int) -> WriteJob:
         """The next, of tokens that were not sent."""
-        self._last_job += 1
+        self.last_job += 1
         size, held = self._settings.page_size, ticket.held_tokens
         ours = outbox.request.table.pages[start // size : num_pages_for(stop, size)]
         theirs = ticket.pages[(start - held) // outbox.page_size : num_pages_for(stop - held, outbox.page_size)]
-        return WriteJob(self._last_job, ticket.decode, start, stop, tuple(ours), theirs, ticket.verifies)
+        return WriteJob(self.last_job, ticket.decode, start, stop, tuple(ours), theirs, ticket.verifies)
 
     def _set_deadline(self, outbox: Outbox, now: float) -> None:
         deadlines = self._settings.deadlines

@@ -123,15 +123,10 @@ class PrefillPart:
             self.outboxes.doubts.trust(outbox.life, done.job)
             return self.outboxes.settle(outbox, now)
         if done.may_land:
-            self.outboxes.doubt(outbox)
+            self.outboxes.doubts.add(outbox.request.handle, outbox.life, self.outboxes.last_job)
         event = Event.DOUBT if done.may_land else Event.STOP
         reason = f"write to {outbox.life.name} failed: {done.error}"
         return self.fail(outbox.request.handle, Stage.TRANSFER, reason=reason, now=now, event=event)
-
-    def proved(self, done: WriteDone) -> None:
-        """Every rank has ended a write of nothing."""
-        if (life := self.outboxes.proofs.end(done)) is not None:
-            self.outboxes.doubts.trust(life, done.job)
 
     def lose(self, life: Peer, now: float) -> list[Effect]:
         """That life of a decode instance is over."""

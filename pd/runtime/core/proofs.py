@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from pd.runtime.core.doubts import Doubts
 from pd.runtime.core.events import Effect, Order, Peer
 from pd.runtime.core.lives import Links
 from pd.runtime.wire.plans import Transfer, WriteDone, WriteJob
@@ -21,9 +22,10 @@ class Proof(NamedTuple):
 class Proofs:
     """At most one open to a life, begun because it asks."""
 
-    def __init__(self, links: Links, patience_s: float) -> None:
+    def __init__(self, links: Links, doubts: Doubts, patience_s: float) -> None:
         """`patience_s`: for one to end, and then for the sever that makes it fail."""
         self._links = links
+        self._doubts = doubts
         self._patience_s = patience_s
         self._open: dict[int, Proof] = {}  # by job
 
@@ -41,10 +43,11 @@ class Proofs:
         self._open[job] = Proof(life, now + self._patience_s)
         return [Order(Transfer((WriteJob(job, life.name, 0, 0, (), ()),)))]
 
-    def end(self, done: WriteDone) -> Peer | None:
-        """Every rank has ended it: to whom all before it is settled, if it did well."""
-        life = self._open.pop(done.job).life
-        return life if done.error is None else None
+    def end(self, done: WriteDone) -> None:
+        """Every rank has ended it, well or not."""
+        proof = self._open.pop(done.job)
+        if done.error is None:
+            self._doubts.trust(proof.life, done.job)
 
     def sweep(self, now: float) -> list[Effect]:
         """Look at all deadlines."""

@@ -47,7 +47,7 @@ class Work:
                 return self._parts.prefill.write_done(write_done, now) if write_done else []
             case WriteDone() if self._parts.prefill and self._parts.prefill.outboxes.proofs.is_open(message.job):
                 if (proved := self._tally.write_done(rank, message)) is not None:
-                    self._parts.prefill.proved(proved)
+                    self._parts.prefill.outboxes.proofs.end(proved)
                 return []
             case WriteDone() if self._parts.offers is not None and self._parts.offers.is_waiting_for(message.job):
                 digested = self._tally.write_done(rank, message)
