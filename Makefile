@@ -16,7 +16,7 @@ PYTHON ?= $(firstword $(foreach name,python3 python3.14 python3.13 python3.12 py
 install: $(STAMP)
 
 # torch first and by itself, so that nothing else chooses a build of it.
-$(STAMP): pyproject.toml requirements/cpu.txt requirements/model.txt $(wildcard kernels/cpu/*)
+$(STAMP): pyproject.toml requirements/cpu.txt requirements/model.txt $(wildcard kernels/cpu/* kernels/cpu/bytes/*)
 	@test -n "$(PYTHON)" || { echo "error: no python3 of 3.11 or newer"; echo; \
 		echo "hint: install one, or: make install PYTHON=/path/to/python3"; exit 1; } >&2
 	@test -x $(BIN)/python || { echo "install 1/5: .venv"; $(PYTHON) -m venv .venv; }
