@@ -164,8 +164,16 @@ class Route:
             ]
         pieces: list[Span] = []
         for a, b, parts in self._lanes:
+            a_page, a_token, b_page, b_token = a.page, a.token, b.page, b.token
+            if len(parts) == 1:
+                ((src, dst, nbytes),) = parts
+                pieces += [
+                    Span(p * a_page + t * a_token + src, q * b_page + u * b_token + dst, nbytes)
+                    for p, t, q, u in places
+                ]
+                continue
             for p, t, q, u in places:
-                at_src, at_dst = p * a.page + t * a.token, q * b.page + u * b.token
+                at_src, at_dst = p * a_page + t * a_token, q * b_page + u * b_token
                 pieces += [Span(at_src + src, at_dst + dst, nbytes) for src, dst, nbytes in parts]
         return _merged(pieces)
 
@@ -226,6 +234,8 @@ def _pieces(route: Route, a: Strides, b: Strides) -> Iterator[Span]:
 def _merged(pieces: list[Span]) -> list[Span]:
     """Sorts `pieces` by src. No two overlap there, so those that touch stand next to each other."""
     pieces.sort()
+    if not any(b[0] == a[0] + a[2] and b[1] == a[1] + a[2] for a, b in itertools.pairwise(pieces)):
+        return pieces  # scattered pages: half the time of making each anew
     merged: list[Span] = []
     src, dst, nbytes = pieces[0]
     for piece in pieces[1:]:
