@@ -121,6 +121,13 @@ def test_cpp_makes_of_any_pool_the_number_that_torch_makes(seeds: range) -> None
         assert total([int(part) for part in digester.parts(pages, tokens)]) == by_torch, f"seed {seed}: {pool.end}"
 
 
+@pytest.mark.parametrize("page", [-1, NUM_PAGES])
+def test_a_page_that_the_pool_has_not_is_refused(page: int) -> None:
+    pool, _ = full()
+    with pytest.raises(IndexError):
+        pool.digest([0, page], range(2 * LAYOUT.page_size))
+
+
 def some(rng: random.Random, every: range) -> range:
     start = rng.randrange(every.start, every.stop)
     return range(start, rng.randint(start + 1, every.stop))
