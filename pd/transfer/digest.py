@@ -74,13 +74,13 @@ class Digester:
 
         `pages` are the pool's; the first begins with `tokens.start`. Each part is begun when it is asked for.
         """
+        if any(not 0 <= page < len(self._views[0]) for page in pages):  # C++ would read whatever is there
+            raise IndexError(f"pages {min(pages)}..{max(pages)} are not all of the pool's {len(self._views[0])}")
         return self.parts_by_torch(pages, tokens) if self._rows is None else self._parts_by_native(pages, tokens)
 
     def _parts_by_native(self, pages: Sequence[int], tokens: range) -> Iterator[Tensor]:
         library, rows, size = native.load(), self._rows, self.end.layout.page_size
         assert library is not None and rows is not None
-        if any(not 0 <= page < len(self._views[0]) for page in pages):  # C++ would read whatever is there
-            raise IndexError(f"pages {min(pages)}..{max(pages)} are not all of the pool's {len(self._views[0])}")
         of_page = sum(view_PHLSE[0].numel() * view_PHLSE.element_size() for view_PHLSE in self._views)
         num_pages = max(1, PART_NBYTES // of_page)
         for first in range(0, len(pages), num_pages):
