@@ -74,8 +74,7 @@ def serve_limit(backend: str, nbytes: int, params: Mapping[str, str]) -> Iterato
 
 
 class _Memmove:
-    """By one thread, between memory as the pools are: each made and touched by its own process. Memory that one process
-    made all of was a sixth faster, for the same copy."""
+    """By one thread, between memory as the pools are: each made and touched by its own process."""
 
     name = "memcpy"
 

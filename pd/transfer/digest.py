@@ -39,7 +39,7 @@ CHUNK_NBYTES = 1 << 20
 """Of rows on a CPU: they and what is made of them stay in a core's cache."""
 CHUNK_NBYTES_GPU = 64 << 20
 PART_NBYTES = 8 << 20
-"""Of rows by C++, which keeps nothing of them: a millisecond's work, after which others may have the thread."""
+"""Of rows by C++, which keeps nothing of them: a millisecond's work or two, after which others may have the thread."""
 _LAYER, _HEAD, _POSITION, _KV = 0x9FB21C651E98DF25, 0xD6E8FEB86659FD93, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9
 _MASK = (1 << 64) - 1
 
