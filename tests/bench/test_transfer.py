@@ -14,15 +14,13 @@ from pd.runtime.config import ConfigError
 from pd.transfer.layout import tp_shards
 from pd.transfer.plan import Route, pair_up
 from tests.shape.source import ROOT
-from tests.transfer.kit import why_absent
+from tests.transfer.kit import backends
 
 SHAPE = "layers=2,heads=4,kv-heads=2,head-dim=8"
 
 
-@pytest.mark.parametrize("backend", ["shm", "tcp", "nixl", "mooncake"])
+@pytest.mark.parametrize("backend", backends("shm", "tcp", "nixl", "mooncake"))
 def test_every_line_is_moved_and_written(backend: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    if backend in ("nixl", "mooncake") and (reason := why_absent(backend)) is not None:
-        pytest.skip(reason)
     output = tmp_path / "out.jsonl"
     options = TransferOptions(
         backend=backend, prefill_tp="2", decode_tp="1,2", tokens="40,16", model_shape=SHAPE, seconds=1e-3,

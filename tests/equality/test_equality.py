@@ -14,7 +14,7 @@ import torch
 from pd.runtime.engine.cpu_build import has_bf16_gemm, native_for
 from tests.equality.cluster import Cluster, apart, together
 from tests.equality.conftest import COMMON, NUM_TOKENS, Case
-from tests.transfer.kit import why_absent
+from tests.transfer.kit import backends
 
 PAIRS = ((1, 1), (2, 1), (1, 2), (3, 2), (2, 4))
 BACKENDS = ("shm", "tcp")
@@ -42,12 +42,9 @@ def test_apart_answers_as_transformers(
     _answers_as_transformers(cases[family], tmp_path, pair, backend)
 
 
-@pytest.mark.parametrize(("library", "pair"), [("nixl", (3, 2)), ("mooncake", (1, 2))])
-def test_apart_answers_as_transformers_through_a_library(
-    cases: dict[str, Case], tmp_path: Path, library: str, pair: tuple[int, int]
-) -> None:
-    if (reason := why_absent(library)) is not None:
-        pytest.skip(reason)
+@pytest.mark.parametrize("library", backends("nixl", "mooncake"))
+def test_apart_answers_as_transformers_through_a_library(cases: dict[str, Case], tmp_path: Path, library: str) -> None:
+    pair = {"nixl": (3, 2), "mooncake": (1, 2)}[library]
     _answers_as_transformers(cases["llama"], tmp_path, pair, library)
 
 

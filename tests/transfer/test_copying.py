@@ -72,8 +72,7 @@ def test_any_alignment_and_length_is_copied_and_nothing_beside_it(past: bool) ->
 
 def test_a_changed_source_asks_for_another_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = native.library_path()
-    if before is None:
-        pytest.skip("an installed package has no sources")
+    assert before is not None, "where tests are, sources are"
     shutil.copytree(native.SOURCES, tmp_path / "bytes")
     monkeypatch.setattr(native, "SOURCES", tmp_path / "bytes")
     assert native.library_path() == before

@@ -12,7 +12,7 @@ import torch
 
 from pd.transfer.transport import Span
 from tests.transfer.gpu_child import fill, pool_on_gpu
-from tests.transfer.kit import ROOT, done_jobs, wait_jobs, why_absent
+from tests.transfer.kit import ROOT, backends, done_jobs, wait_jobs
 
 pytestmark = [
     pytest.mark.gpu,
@@ -44,10 +44,8 @@ class GpuChild:
         return line.strip()
 
 
-@pytest.fixture(params=["tcp", "shm", "auto", "nixl"])
+@pytest.fixture(params=backends("tcp", "shm", "auto", "nixl"))
 def backend(request: pytest.FixtureRequest) -> str:
-    if request.param == "nixl" and (reason := why_absent("nixl")) is not None:
-        pytest.skip(reason)
     return str(request.param)
 
 

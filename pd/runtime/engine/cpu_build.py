@@ -202,6 +202,10 @@ def _build_bytes() -> None:
             old.unlink(missing_ok=True)
         os.replace(linked, path)
     plain.load.cache_clear()
+    try:
+        plain.load()
+    except OSError as error:
+        raise BuildError(f"kernels/cpu/bytes was compiled and cannot be loaded: {error}") from error
 
 
 def _compile(folder: Path) -> Path:

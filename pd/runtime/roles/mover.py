@@ -239,7 +239,8 @@ class Mover:
             return []
         answers = [answer for number, why in self.packer.begin() for answer in self._end(number, 0, 0.0, why)]
         if self.packer.staging.is_stuck:
-            return [*answers, RankFailed(self.rank, "peers that are lost may still write to all of staging", "", False)]
+            fault = "lost peers may still write to all of staging; a new life of this instance has it free"
+            return [*answers, RankFailed(self.rank, fault, "", False)]
         return answers
 
     def _let_go(self, number: int, *, is_done: bool, may_land: bool = False) -> None:
