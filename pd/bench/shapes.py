@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from pd.transfer.layout import KVKind, KVLayout, tp_shards
-from pd.transfer.plan import Route, pair_up
+from pd.transfer.plan import routes_between
 
 PAGE_SIZE = 16
 _KEYS = ("layers", "heads", "kv-heads", "head-dim")
@@ -60,7 +60,7 @@ def count_descriptors(
     layout = shape.layout if order is None else replace(shape.layout, order=order)
     src = tp_shards(layout, shape.num_query_heads, prefill_tp, 3)
     dst = tp_shards(layout, shape.num_query_heads, decode_tp, 3)
-    routes = [Route(layout, src[pair.src], layout, dst[pair.dst], pair) for pair in pair_up(src, dst)]
+    routes = routes_between(layout, src, layout, dst)
     of_two = sum(len(route.spans([0, 2], [2, 0], 0, 2 * layout.page_size)) for route in routes)
     return of_two * num_tokens // (2 * layout.page_size)
 

@@ -19,7 +19,7 @@ from pd.bench.shapes import ModelShape
 from pd.bench.transfer_limits import OtherEnd, make_limit, serve_limit
 from pd.transfer.choose import make_transport
 from pd.transfer.layout import KVLayout, Shard, pool_nbytes, tp_shards
-from pd.transfer.plan import Route, pair_up
+from pd.transfer.plan import routes_between
 from pd.transfer.transport import JobDone, TransferError, Transport
 
 JOB_S = 60.0
@@ -62,7 +62,7 @@ class Meeting:
         self._layout = layout = shape.layout
         num_pages = -(-num_tokens // layout.page_size)
         src, dst = (tp_shards(layout, shape.num_query_heads, tp, num_pages) for tp in tps)
-        self._routes = [(pair, Route(layout, src[pair.src], layout, dst[pair.dst], pair)) for pair in pair_up(src, dst)]
+        self._routes = routes_between(layout, src, layout, dst)
         self._pages = list(range(num_pages))
         random.Random(0).shuffle(self._pages)
         self._nbytes = sum(_nbytes(layout, shard) for shard in dst)
@@ -102,10 +102,10 @@ class Meeting:
         began = time.perf_counter()
         num_spans = nbytes = 0
         open_jobs = [0] * len(self.ranks)
-        for job, (pair, route) in enumerate(self._routes):
+        for job, route in enumerate(self._routes):
             spans = route.spans(self._pages[:num_pages], self._pages[::-1][:num_pages], 0, num_tokens)
-            self.ranks[pair.src].write(f"dst{pair.dst}", spans, job=job)
-            open_jobs[pair.src] += 1
+            self.ranks[route.src].write(f"dst{route.dst}", spans, job=job)
+            open_jobs[route.src] += 1
             num_spans += len(spans)
             nbytes += sum(span.nbytes for span in spans)
         for rank, num_jobs in zip(self.ranks, open_jobs, strict=True):

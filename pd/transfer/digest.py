@@ -30,7 +30,7 @@ from torch import Tensor
 from pd.transfer import native
 from pd.transfer.float8 import E4M3, bits, cast
 from pd.transfer.packed import End
-from pd.transfer.plan import Pair
+from pd.transfer.pairs import Pair
 from pd.transfer.reshard import DTYPES, views
 
 # N pages, H kv heads, L layers, S tokens a page, E head size, W words of 64 bits a row, R rows

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from pd.transfer.layout import KVLayout, Shard, page_nbytes
-from pd.transfer.plan import Pair, Route
+from pd.transfer.pairs import Pair
+from pd.transfer.plan import Route
 from pd.transfer.transport import LayoutMismatch, Span
 
 SMALL_NBYTES = 16 << 10
@@ -59,7 +60,7 @@ class PackedWay:
         src, dst = (self.theirs, image) if self.is_read else (image, self.theirs)
         object.__setattr__(self, "num_pages", num_pages)
         object.__setattr__(self, "image", image)
-        object.__setattr__(self, "_route", Route(*src, *dst, pair))
+        object.__setattr__(self, "_route", Route(*src, *dst, (pair,)))
 
     @property
     def unit(self) -> int:
@@ -107,15 +108,16 @@ def mean_piece(route: Route) -> float:
     return sum(span.nbytes for span in spans) / len(spans)
 
 
-def choose(direct: Route | None, packed: PackedWay | None, move: Move) -> Route | PackedWay:
-    """The way of a pair. `direct` is None where bytes cannot be taken as they are: another dtype.
+def choose(direct: Route | None, packed: Sequence[PackedWay], move: Move) -> Sequence[Route | PackedWay]:
+    """How two ranks' pairs go: all by one route, or each packed. `direct` is None where bytes cannot be taken as they
+    are, being of another dtype; `packed` is empty where there is no staging.
 
     Raises LayoutMismatch where `move` asks for what is not there.
     """
     if direct is None or move == "packed":
-        if packed is None or move == "direct":
+        if not packed or move == "direct":
             raise LayoutMismatch("KV of another dtype is converted on its way, which takes --move packed or auto")
         return packed
-    if move == "direct" or packed is None or mean_piece(direct) >= SMALL_NBYTES:
-        return direct
-    return packed if packed.piece_nbytes() >= 2 * mean_piece(direct) else direct
+    if move == "direct" or not packed or mean_piece(direct) >= SMALL_NBYTES:
+        return [direct]
+    return packed if min(way.piece_nbytes() for way in packed) >= 2 * mean_piece(direct) else [direct]

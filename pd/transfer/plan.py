@@ -1,7 +1,7 @@
 """Which bytes of one rank's pool go where in another's. Pure.
 
 Rules
-1. `pair_up` and `Route` are computed once for two peers; a request costs pages × pieces.
+1. A `Route` is computed once for two peers; a request costs pages × pieces.
 2. The unit is gcd(page sizes) tokens, which lie within one page on either side. Equal page sizes
    make it a whole page, so the unused tail of a last page is copied too and a page's heads stay contiguous.
 3. Spans come in the order of their source, merged wherever neighbours touch on both sides, also across pages.
@@ -16,107 +16,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pd.transfer.layout import KVLayout, Shard, Strides, strides
-from pd.transfer.transport import LayoutMismatch, Span
-
-
-class Pair(NamedTuple):
-    """Rank `src` owes rank `dst` these layers and heads of every page; ranges count in the whole model."""
-
-    src: int
-    dst: int
-    layers: range
-    heads: range
-
-
-def pair_up(src: Sequence[Shard], dst: Sequence[Shard]) -> tuple[Pair, ...]:
-    """Give each destination layer and head exactly one source rank; pairs ordered by (src, dst).
-
-    Where several source ranks hold the same part, those who want it are dealt out in blocks (the i-th of W
-    goes to holder i·R // W, the usual formula), unless the least loaded holders leave the busiest less to do. In the
-    end no source has a part that a holder with two parts less could send.
-    Raises LayoutMismatch naming a part that no source holds.
-    """
-    cuts_layer = sorted({edge for s in (*src, *dst) for edge in (s.layer_start, s.layer_stop)})
-    segments = [range(a, b) for a, b in itertools.pairwise(cuts_layer)]
-    heads = sorted({head for d in dst for head in d.heads})
-    atoms = [_Atom.of(segment, head, src, dst) for segment in segments for head in heads]
-    load = [0] * len(src)  # layers × heads given to each source so far
-    dealt: list[tuple[_Atom, list[int]]] = []
-    for atom in sorted((a for a in atoms if a.wanted_by), key=lambda a: len(a.held_by)):  # least choice first
-        sources = atom.deal(load)
-        dealt.append((atom, sources))
-        for s in sources:
-            load[s] += len(atom.layers)
-    while any(atom.level(sources, load) for atom, sources in dealt):
-        pass
-    given: dict[tuple[int, int], list[tuple[range, int]]] = {}
-    for atom, sources in dealt:
-        for s, d in zip(sources, atom.wanted_by, strict=True):
-            given.setdefault((s, d), []).append((atom.layers, atom.head))
-    return tuple(Pair(s, d, *box) for (s, d), parts in sorted(given.items()) for box in _boxes(parts))
-
-
-class _Atom(NamedTuple):
-    """One head of a run of layers that no shard cuts through."""
-
-    layers: range
-    head: int
-    held_by: list[int]
-    wanted_by: list[int]
-
-    @classmethod
-    def of(cls, layers: range, head: int, src: Sequence[Shard], dst: Sequence[Shard]) -> _Atom:
-        def having(shards: Sequence[Shard]) -> list[int]:
-            return [i for i, s in enumerate(shards) if layers.start in s.layers and head in s.heads]
-
-        atom = cls(layers, head, having(src), having(dst))
-        if atom.wanted_by and not atom.held_by:
-            raise LayoutMismatch(
-                f"rank {atom.wanted_by[0]} needs layers {layers.start}..{layers.stop - 1} of KV head {head}, "
-                f"which none of the {len(src)} source ranks holds"
-            )
-        return atom
-
-    def deal(self, load: Sequence[int]) -> list[int]:
-        """A source for each of `wanted_by`, in its order."""
-        num_holders, num_wanting = len(self.held_by), len(self.wanted_by)
-        blocks = [self.held_by[i * num_holders // num_wanting] for i in range(num_wanting)]
-        filled: list[int] = []
-        for _ in self.wanted_by:
-            filled.append(min(self.held_by, key=lambda s: load[s] + filled.count(s) * len(self.layers)))
-
-        def busiest(choice: list[int]) -> int:
-            return max(load[s] + choice.count(s) * len(self.layers) for s in self.held_by)
-
-        return blocks if busiest(blocks) <= busiest(filled) else sorted(filled)
-
-    def level(self, sources: list[int], load: list[int]) -> bool:
-        """Hand parts of busy sources to holders that have two parts less, in place. Whether any was."""
-        size, has_moved = len(self.layers), False
-        for i, busy in enumerate(sources):
-            least = min(self.held_by, key=load.__getitem__)
-            if load[busy] - load[least] >= 2 * size:
-                load[busy] -= size
-                load[least] += size
-                sources[i], has_moved = least, True
-        return has_moved
-
-
-def _boxes(parts: list[tuple[range, int]]) -> Iterator[tuple[range, range]]:
-    """Join atoms to boxes: neighbouring heads of a segment, then neighbouring segments alike in heads."""
-    runs: list[tuple[range, range]] = []
-    for layers, head in sorted(parts, key=lambda part: (part[0].start, part[1])):
-        if runs and runs[-1][0] == layers and runs[-1][1].stop == head:
-            runs[-1] = (layers, range(runs[-1][1].start, head + 1))
-        else:
-            runs.append((layers, range(head, head + 1)))
-    boxes: list[tuple[range, range]] = []
-    for layers, heads in sorted(runs, key=lambda run: (run[1].start, run[1].stop, run[0].start)):
-        if boxes and boxes[-1][1] == heads and boxes[-1][0].stop == layers.start:
-            boxes[-1] = (range(boxes[-1][0].start, layers.stop), heads)
-        else:
-            boxes.append((layers, heads))
-    yield from boxes
+from pd.transfer.pairs import Pair, pair_up
+from pd.transfer.transport import Span
 
 
 class _Lane(NamedTuple):
@@ -129,16 +30,25 @@ class _Lane(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The way of one pair between two peers: made once, asked for each write."""
+    """The way of all pairs of two ranks, or some: made once for two peers, asked for each write."""
 
     layout_src: KVLayout
     shard_src: Shard
     layout_dst: KVLayout
     shard_dst: Shard
-    pair: Pair
+    pairs: tuple[Pair, ...]
     unit: int = field(init=False)
     """Tokens copied together: the greatest common divisor of both page sizes."""
     _lanes: tuple[_Lane, ...] = field(init=False, repr=False)
+
+    @property
+    def src(self) -> int:
+        """The rank that has it."""
+        return self.pairs[0].src
+
+    @property
+    def dst(self) -> int:
+        return self.pairs[0].dst
 
     def __post_init__(self) -> None:
         unit = math.gcd(self.layout_src.page_size, self.layout_dst.page_size)
@@ -191,6 +101,14 @@ class Route:
                 raise ValueError(f"{side} pages {min(pages)}..{max(pages)} are not within 0..{num_pages - 1}")
 
 
+def routes_between(
+    layout_src: KVLayout, src: Sequence[Shard], layout_dst: KVLayout, dst: Sequence[Shard]
+) -> list[Route]:
+    """One for each two ranks that have something to move. Raises LayoutMismatch as `pair_up` does."""
+    by_ranks = itertools.groupby(pair_up(src, dst), key=lambda pair: (pair.src, pair.dst))
+    return [Route(layout_src, src[s], layout_dst, dst[d], tuple(pairs)) for (s, d), pairs in by_ranks]
+
+
 def _lanes(route: Route) -> tuple[_Lane, ...]:
     lanes: dict[tuple[int, ...], _Lane] = {}
     src = strides(route.layout_src, route.shard_src)
@@ -204,8 +122,11 @@ def _lanes(route: Route) -> tuple[_Lane, ...]:
 
 def _pieces(route: Route, a: Strides, b: Strides) -> Iterator[Span]:
     """One unit of K (or V) of page 0, cut into pieces contiguous on both sides."""
-    pair = route.pair
+    for pair in route.pairs:
+        yield from _pieces_of(route, pair, a, b)
 
+
+def _pieces_of(route: Route, pair: Pair, a: Strides, b: Strides) -> Iterator[Span]:
     def first(s: Strides, shard: Shard) -> int:
         head, layer = pair.heads.start - shard.head_start, pair.layers.start - shard.layer_start
         return s.offset(page=0, head=head, layer=layer, token=0)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pd.transfer.float8 import E4M3, bits, cast
 from pd.transfer.layout import KVLayout, Shard, strides
-from pd.transfer.plan import Pair
+from pd.transfer.pairs import Pair
 
 # P pages, H kv heads, L layers, S tokens a page, E head size; N places
 

@@ -12,7 +12,7 @@ from pd.bench.transfer import transfer
 from pd.bench.transfer_options import TransferOptions
 from pd.runtime.config import ConfigError
 from pd.transfer.layout import tp_shards
-from pd.transfer.plan import Route, pair_up
+from pd.transfer.plan import routes_between
 from tests.shape.source import ROOT
 from tests.transfer.kit import backends
 
@@ -74,6 +74,6 @@ def test_descriptors_are_counted_as_a_whole_request_has_them() -> None:
     shape = SHAPES["llama-3-8b"]
     src, dst = (tp_shards(shape.layout, 32, tp, 256) for tp in (4, 8))
     pages = list(range(0, 256, 2))
-    routes = [Route(shape.layout, src[pair.src], shape.layout, dst[pair.dst], pair) for pair in pair_up(src, dst)]
+    routes = routes_between(shape.layout, src, shape.layout, dst)
     whole = sum(len(route.spans(pages, pages[::-1], 0, 2048)) for route in routes)
     assert count_descriptors(shape, prefill_tp=4, decode_tp=8, num_tokens=2048) == whole == 1024

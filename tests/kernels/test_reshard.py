@@ -13,7 +13,7 @@ from pd.kernels import kv_reshard
 from pd.runtime.engine.operators import _triton_reshard
 from pd.transfer import reshard as packing
 from pd.transfer.layout import DEFAULT_ORDER, KVLayout, Shard, pool_nbytes
-from pd.transfer.plan import Pair
+from pd.transfer.pairs import Pair
 from pd.transfer.reshard import DTYPES, views
 from tests.kernels.bench import randn
 

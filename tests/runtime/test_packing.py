@@ -18,7 +18,8 @@ from pd.transfer.float8 import bits, cast
 from pd.transfer.layout import DEFAULT_ORDER, KVLayout, Shard, tp_shards
 from pd.transfer.memory import MemoryHub, MemoryTransport
 from pd.transfer.packed import End, Move, PackedWay, choose
-from pd.transfer.plan import Pair, Route, pair_up
+from pd.transfer.pairs import Pair, pair_up
+from pd.transfer.plan import Route
 from pd.transfer.reshard import DTYPES, views
 from pd.transfer.transport import JobFailed, LayoutMismatch, TransferError
 
@@ -218,11 +219,11 @@ def test_a_slot_that_a_lost_read_may_still_reach_is_nobodys_until_its_peer_is_se
 # ---- which way ------------------------------------------------------------------------------------------------------
 
 
-def ways(src: KVLayout, dst: KVLayout, *, slot_nbytes: int = 8 << 20) -> tuple[Route | None, PackedWay]:
+def ways(src: KVLayout, dst: KVLayout, *, slot_nbytes: int = 8 << 20) -> tuple[Route | None, list[PackedWay]]:
     (a,), (b,) = tp_shards(src, src.num_kv_heads, 1, 64), tp_shards(dst, dst.num_kv_heads, 1, 64)
     (pair,) = pair_up((a,), (b,))
-    direct = Route(src, a, dst, b, pair) if src.dtype == dst.dtype else None
-    return direct, PackedWay(End(src, a), End(dst, b), pair, False, slot_nbytes)
+    direct = Route(src, a, dst, b, (pair,)) if src.dtype == dst.dtype else None
+    return direct, [PackedWay(End(src, a), End(dst, b), pair, False, slot_nbytes)]
 
 
 MODEL = KVLayout(30, 3, 64, 16, "bfloat16")
@@ -238,17 +239,17 @@ MODEL = KVLayout(30, 3, 64, 16, "bfloat16")
     ],
 )
 def test_the_way_follows_from_dtypes_and_pieces(dst: KVLayout, move: Move, is_packed: bool) -> None:
-    assert isinstance(choose(*ways(MODEL, dst), move), PackedWay) is is_packed
+    (way,) = choose(*ways(MODEL, dst), move)
+    assert isinstance(way, PackedWay) is is_packed
 
 
 def test_small_pieces_are_packed_where_the_image_has_larger_ones() -> None:
     """Token by token at the source, heads outermost at the destination."""
     src = replace(MODEL, order=("page", "token", "layer", "kv", "head", "dim"))
     direct, packed = ways(src, MODEL)
-    chosen = choose(direct, packed, "auto")
-    assert chosen is packed
-    assert packed.piece_nbytes() == 368_640, "a whole page of all heads"
-    assert choose(direct, packed, "direct") is direct
+    assert choose(direct, packed, "auto") == packed
+    assert packed[0].piece_nbytes() == 368_640, "a whole page of all heads"
+    assert choose(direct, packed, "direct") == [direct]
 
 
 def test_another_dtype_cannot_go_direct_and_a_page_must_fit_a_slot() -> None:

@@ -32,7 +32,8 @@ FLOORS: dict[str, tuple[tuple[str, ...], set[str]]] = {
     "pd.kernels": ((), {"zmq", "asyncio", "transformers"}),
     "pd.transfer.transport": ((), ACTS),
     "pd.transfer.layout": (("pd.transfer.transport",), ACTS),
-    "pd.transfer.plan": (("pd.transfer.layout", "pd.transfer.transport"), ACTS),
+    "pd.transfer.pairs": (("pd.transfer.layout", "pd.transfer.transport"), ACTS),
+    "pd.transfer.plan": (("pd.transfer.layout", "pd.transfer.pairs", "pd.transfer.transport"), ACTS),
     "pd.transfer.handoff": ((), ACTS),
     "pd.transfer": (("pd.kernels",), {"transformers", "zmq"}),
     "pd.dp_attention.balance": ((), ACTS),
@@ -162,7 +163,7 @@ def test_imports_stand_at_the_top() -> None:
 def test_transports_never_hear_of_requests() -> None:
     """Identifiers only; the state tables of a handoff, and what plans and repacks pages, are no transports."""
     foreign = {"request", "requests", "prompt", "sampling", "attempt", "chunk", "head", "heads", "page", "pages"}
-    exempt = ("handoff", "layout", "plan", "packed", "reshard", "digest", "native")
+    exempt = ("handoff", "layout", "pairs", "plan", "packed", "reshard", "digest", "native")
     others = tuple(f"pd.transfer.{name}" for name in exempt)
     found = [
         f"{module}:{node.lineno} {name}"

@@ -14,7 +14,7 @@ from pd.transfer.digest import Digester, total, whole
 from pd.transfer.layout import KVKind, KVLayout, Shard, pool_nbytes, tp_shards
 from pd.transfer.native import load
 from pd.transfer.packed import End
-from pd.transfer.plan import Pair, pair_up
+from pd.transfer.pairs import Pair, pair_up
 from pd.transfer.reshard import DTYPES, views
 from tests.transfer.test_plan import random_layout, random_order
 

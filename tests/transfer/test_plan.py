@@ -1,4 +1,4 @@
-"""Pairs and spans against a reference that labels every byte of both pools."""
+"""Spans against a reference that labels every byte of both pools."""
 
 from __future__ import annotations
 
@@ -10,104 +10,11 @@ from collections.abc import Iterator
 import pytest
 
 from pd.transfer.layout import DEFAULT_ORDER, KVKind, KVLayout, Shard, pool_nbytes, strides, tp_shards
-from pd.transfer.plan import Pair, Route, pair_up
-from pd.transfer.transport import LayoutMismatch, Span
+from pd.transfer.pairs import pair_up
+from pd.transfer.plan import Route, routes_between
+from pd.transfer.transport import Span
 
 DEFAULT_MODEL = KVLayout(30, 3, 64, 16, "bfloat16")
-
-
-# ---- pairs -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("seed", range(300))
-def test_every_destination_layer_and_head_gets_exactly_one_source(seed: int) -> None:
-    rng = random.Random(seed)
-    layout = random_layout(rng)
-    src, dst = random_group(rng, layout), random_group(rng, layout)
-    got = Counter[tuple[int, int, int]]()
-    for pair in pair_up(src, dst):
-        for layer in pair.layers:
-            for head in pair.heads:
-                assert layer in src[pair.src].layers and head in src[pair.src].heads, f"seed {seed}"
-                got[pair.dst, layer, head] += 1
-    wanted = {(d, layer, head) for d, shard in enumerate(dst) for layer in shard.layers for head in shard.heads}
-    assert got == Counter(dict.fromkeys(wanted, 1)), f"seed {seed}: {src} -> {dst}"
-
-
-TP_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24)
-DIVIDING = [
-    (num_kv_heads, tp_src, tp_dst)
-    for num_kv_heads in (1, 2, 4, 8, 12)
-    for tp_src in TP_SIZES
-    for tp_dst in TP_SIZES
-    if max(tp_src, tp_dst) % min(tp_src, tp_dst) == 0
-    and all(num_kv_heads % tp == 0 or tp % num_kv_heads == 0 for tp in (tp_src, tp_dst))
-]
-
-
-@pytest.mark.parametrize(("num_kv_heads", "tp_src", "tp_dst"), DIVIDING)
-def test_sources_are_the_usual_ones_where_tp_divides(num_kv_heads: int, tp_src: int, tp_dst: int) -> None:
-    """Source: facts of unequal TP; D >= P reads rank r·P // D, P > D the first rank of each distinct head."""
-    layout = KVLayout(2, num_kv_heads, 8, 4, "float32")
-    num_query_heads = num_kv_heads * 48
-    src, dst = (tp_shards(layout, num_query_heads, tp, 1) for tp in (tp_src, tp_dst))
-    pairs = pair_up(src, dst)
-    for rank in range(tp_dst):
-        sources = [pair.src for pair in pairs if pair.dst == rank]
-        if tp_dst >= tp_src:
-            assert sources == [rank * tp_src // tp_dst]
-            continue
-        ratio = tp_src // tp_dst
-        firsts = {src[s].heads: s for s in reversed(range(rank * ratio, (rank + 1) * ratio))}
-        assert sources == sorted(firsts.values())
-
-
-def test_each_head_held_twice_is_sent_once() -> None:
-    layout = KVLayout(3, 2, 8, 4, "float32")
-    src, dst = tp_shards(layout, 4, 4, 1), tp_shards(layout, 4, 1, 1)
-    assert pair_up(src, dst) == (Pair(0, 0, range(3), range(1)), Pair(2, 0, range(3), range(1, 2)))
-
-
-@pytest.mark.parametrize(
-    ("tp_src", "tp_dst", "load"),
-    [
-        (8, 8, [1] * 8),
-        (4, 8, [2, 2, 2, 2]),
-        (8, 4, [1, 0] * 4),
-        (3, 6, [2, 2, 2]),
-        (4, 6, [2, 2, 1, 1]),
-        (6, 4, [1, 0, 1, 1, 1, 0]),
-    ],
-)
-def test_replicas_of_one_latent_share_the_load(tp_src: int, tp_dst: int, load: list[int]) -> None:
-    layout = KVLayout(2, 1, 512, 4, "float32", kind=KVKind.MLA)
-    pairs = pair_up(tp_shards(layout, 16, tp_src, 1), tp_shards(layout, 16, tp_dst, 1))
-    given = Counter(pair.src for pair in pairs)
-    assert sorted(given[s] for s in range(tp_src)) == sorted(load)
-
-
-def test_a_rank_that_also_holds_unshared_heads_gives_the_shared_one_away() -> None:
-    """Rank 0 holds heads 0, 1 and 2, rank 1 holds 2 and 3: head 2 is due from rank 1."""
-    src = (Shard(0, 1, 0, 3, 1), Shard(0, 1, 2, 4, 1))
-    assert pair_up(src, (Shard(0, 1, 0, 4, 1),)) == (
-        Pair(0, 0, range(1), range(2)),
-        Pair(1, 0, range(1), range(2, 4)),
-    )
-
-
-def test_pipeline_stages_that_cut_layers_elsewhere_meet() -> None:
-    src = (Shard(0, 3, 0, 2, 1), Shard(3, 4, 0, 2, 1))
-    dst = (Shard(0, 2, 0, 2, 1), Shard(2, 4, 0, 2, 1))
-    assert pair_up(src, dst) == (
-        Pair(0, 0, range(2), range(2)),
-        Pair(0, 1, range(2, 3), range(2)),
-        Pair(1, 1, range(3, 4), range(2)),
-    )
-
-
-def test_a_part_that_nobody_holds_is_named() -> None:
-    with pytest.raises(LayoutMismatch, match=r"rank 0 needs layers 2\.\.3 of KV head 1"):
-        pair_up((Shard(0, 4, 0, 1, 1), Shard(0, 2, 1, 2, 1)), (Shard(0, 4, 0, 2, 1),))
 
 
 # ---- spans -------------------------------------------------------------------------------------------------
@@ -132,9 +39,8 @@ def check_one_meeting(seed: int) -> None:
     if rng.random() < 0.5:  # as a fresh pool hands them out
         src_pages, dst_pages = sorted(src_pages), sorted(dst_pages)
     written = [Counter[int]() for _ in dst_group]
-    for pair in pair_up(src_group, dst_group):
-        src, dst = src_group[pair.src], dst_group[pair.dst]
-        route = Route(theirs, src, ours, dst, pair)
+    for route in routes_between(theirs, src_group, ours, dst_group):
+        src, dst = src_group[route.src], dst_group[route.dst]
         spans = route.spans(src_pages, dst_pages, start, start + num_tokens)
         unit_tokens = -(-num_tokens // route.unit) * route.unit
         labels_src = labels(theirs, src, src_pages, unit_tokens)
@@ -142,7 +48,7 @@ def check_one_meeting(seed: int) -> None:
         for span in spans:
             for i in range(span.nbytes):
                 assert labels_src[span.src + i] == labels_dst[span.dst + i], f"seed {seed}"
-                written[pair.dst][span.dst + i] += 1
+                written[route.dst][span.dst + i] += 1
         assert spans == merged_by_hand(spans), f"seed {seed}: {theirs} -> {ours}"
     for shard, counts in zip(dst_group, written, strict=True):
         due = labels(ours, shard, dst_pages, unit_tokens)
@@ -151,19 +57,20 @@ def check_one_meeting(seed: int) -> None:
 
 
 @pytest.mark.parametrize(("tp_src", "tp_dst"), [(1, 1), (1, 2), (2, 1), (3, 2), (2, 3), (8, 1), (4, 8)])
-def test_a_page_of_a_pair_is_one_span_even_when_heads_differ(tp_src: int, tp_dst: int) -> None:
+def test_a_page_between_two_ranks_is_one_span_even_when_heads_differ(tp_src: int, tp_dst: int) -> None:
     src, dst = tp_shards(DEFAULT_MODEL, 9, tp_src, 300), tp_shards(DEFAULT_MODEL, 9, tp_dst, 300)
-    for pair in pair_up(src, dst):
-        route = Route(DEFAULT_MODEL, src[pair.src], DEFAULT_MODEL, dst[pair.dst], pair)
+    for route in routes_between(DEFAULT_MODEL, src, DEFAULT_MODEL, dst):
         spans = route.spans(range(0, 256, 2), range(40, 296, 2), 0, 2048)
         assert len(spans) == 128
-        assert {span.nbytes for span in spans} == {len(pair.heads) * 122_880}
+        assert {span.nbytes for span in spans} == {
+            sum(len(pair.heads) * len(pair.layers) * 4096 for pair in route.pairs)
+        }
 
 
 def test_neighbouring_pages_are_one_span() -> None:
     (shard,) = tp_shards(DEFAULT_MODEL, 9, 1, 300)
     (pair,) = pair_up((shard,), (shard,))
-    route = Route(DEFAULT_MODEL, shard, DEFAULT_MODEL, shard, pair)
+    route = Route(DEFAULT_MODEL, shard, DEFAULT_MODEL, shard, (pair,))
     page = 368_640
     assert route.spans([3, 4, 5], [7, 8, 9], 0, 33) == [Span(3 * page, 7 * page, 3 * page)]
     assert route.spans([5, 3, 4], [0, 8, 9], 0, 48) == [
@@ -176,7 +83,7 @@ def test_two_thousand_tokens_are_planned_in_under_a_millisecond() -> None:
     """0.1 ms measured; the bound is loose because neighbours share these cores. The best of ten counts."""
     (shard,) = tp_shards(DEFAULT_MODEL, 9, 1, 300)
     (pair,) = pair_up((shard,), (shard,))
-    route = Route(DEFAULT_MODEL, shard, DEFAULT_MODEL, shard, pair)
+    route = Route(DEFAULT_MODEL, shard, DEFAULT_MODEL, shard, (pair,))
     pages = list(range(0, 256, 2))
 
     def once() -> float:
@@ -203,7 +110,7 @@ def test_pages_that_do_not_fit_are_refused(
 ) -> None:
     (shard,) = tp_shards(DEFAULT_MODEL, 9, 1, 4)
     (pair,) = pair_up((shard,), (shard,))
-    route = Route(DEFAULT_MODEL, shard, DEFAULT_MODEL, shard, pair)
+    route = Route(DEFAULT_MODEL, shard, DEFAULT_MODEL, shard, (pair,))
     with pytest.raises(ValueError, match=told):
         route.spans(src_pages, dst_pages, start, stop)
 
@@ -211,7 +118,7 @@ def test_pages_that_do_not_fit_are_refused(
 def test_no_tokens_are_no_spans() -> None:
     (shard,) = tp_shards(DEFAULT_MODEL, 9, 1, 4)
     (pair,) = pair_up((shard,), (shard,))
-    assert Route(DEFAULT_MODEL, shard, DEFAULT_MODEL, shard, pair).spans([], [], 16, 16) == []
+    assert Route(DEFAULT_MODEL, shard, DEFAULT_MODEL, shard, (pair,)).spans([], [], 16, 16) == []
 
 
 # ---- builders and the reference ----------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from torch import Tensor
 from pd.runtime.wire.plans import WriteJob
 from pd.transfer.digest import Digester, total, whole
 from pd.transfer.packed import End
-from pd.transfer.plan import Pair
+from pd.transfer.pairs import Pair
 
 TURN_S = 0.004
 """Then the I/O thread looks after its messages and transfers."""

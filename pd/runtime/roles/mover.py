@@ -28,7 +28,8 @@ from pd.runtime.wire.plans import (
 from pd.transfer.digest import total
 from pd.transfer.layout import KVLayout, Shard, check_can_meet, check_shards
 from pd.transfer.packed import End, Move, PackedWay
-from pd.transfer.plan import Route, pair_up
+from pd.transfer.pairs import pair_up
+from pd.transfer.plan import Route
 from pd.transfer.transport import JobDone, JobFailed, PeerLost, TransferError, Transport
 
 log = logging.getLogger("pd.rank")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from pd.transfer.layout import KVLayout, Shard
 from pd.transfer.packed import End, Move, PackedWay, choose
-from pd.transfer.plan import Pair, Route
+from pd.transfer.pairs import Pair
+from pd.transfer.plan import Route
 
 log = logging.getLogger("pd.rank")
 
@@ -30,19 +32,25 @@ class Paths:
     move: Move
 
     def out(self, pairs: Iterable[Pair]) -> Ways:
-        return tuple((self.names[pair.dst], self._way(pair, pair.dst, is_read=False)) for pair in pairs)
+        """`pairs` come from `pair_up`, in its order."""
+        return self._by_rank(itertools.groupby(pairs, key=lambda pair: pair.dst), is_read=False)
 
     def back(self, pairs: Iterable[Pair]) -> Ways:
-        return tuple((self.names[pair.src], self._way(pair, pair.src, is_read=True)) for pair in pairs)
+        return self._by_rank(itertools.groupby(pairs, key=lambda pair: pair.src), is_read=True)
 
-    def _way(self, pair: Pair, rank: int, *, is_read: bool) -> Way:
+    def _by_rank(self, grouped: Iterable[tuple[int, Iterator[Pair]]], *, is_read: bool) -> Ways:
+        return tuple(
+            (self.names[rank], way) for rank, pairs in grouped for way in self._ways(tuple(pairs), rank, is_read)
+        )
+
+    def _ways(self, pairs: tuple[Pair, ...], rank: int, is_read: bool) -> Sequence[Way]:
         theirs = End(self.layout, self.shards[rank])
-        packed = None
+        packed = []
         if self.slot_nbytes is not None:
-            packed = PackedWay(self.ours, theirs, pair, is_read, self.slot_nbytes)
+            packed = [PackedWay(self.ours, theirs, pair, is_read, self.slot_nbytes) for pair in pairs]
         src, dst = (theirs, self.ours) if is_read else (self.ours, theirs)
         is_alike = self.ours.layout.dtype == self.layout.dtype
-        return choose(Route(*src, *dst, pair) if is_alike else None, packed, self.move)
+        return choose(Route(*src, *dst, pairs) if is_alike else None, packed, self.move)
 
 
 def say(ways: Ways) -> None:
