@@ -103,7 +103,7 @@ def floor_of(module: str) -> str:
 
 def imports(module: Module) -> Iterator[str]:
     """Every name that `module` imports, at any depth, in full."""
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -169,7 +169,7 @@ def test_transports_never_hear_of_requests() -> None:
         f"{module}:{node.lineno} {name}"
         for module in product()
         if under(module.name, "pd.transfer") and module.name not in others
-        for node in ast.walk(module.tree)
+        for node in module.nodes
         for name in identifiers(node)
         if foreign & set(words(name))
     ]

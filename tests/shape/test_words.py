@@ -15,7 +15,7 @@ BANNED_FOR_THINGS = {"block", "blocks", "info"}
 def things(module: Module) -> Iterator[tuple[int, str]]:
     """Files, classes and functions."""
     yield 1, module.name.rsplit(".", 1)[-1]
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         match node:
             case ast.ClassDef(name=name) | ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
                 yield node.lineno, name
@@ -23,7 +23,7 @@ def things(module: Module) -> Iterator[tuple[int, str]]:
 
 def variables(module: Module) -> Iterator[tuple[int, str]]:
     """Parameters and whatever is assigned to."""
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         match node:
             case ast.arg(arg=name) | ast.Name(id=name, ctx=ast.Store()):
                 assert isinstance(node, ast.arg | ast.Name)
