@@ -56,6 +56,21 @@ def size_of(seed: int) -> Size:
     return Size.LARGE if not place else Size.MEDIUM if place <= 6 else Size.SMALL
 
 
+def policy_of(seed: int) -> tuple[str, str]:
+    """When decode reserves, and the direction."""
+    return POLICIES[seed // len(PROFILES) % len(POLICIES)]
+
+
+class Weather(NamedTuple):
+    """What a seed's schedule is like, known before it is drawn."""
+
+    profile: Profile
+    direction: str | None = None  # None: either
+
+    def is_that_of(self, seed: int) -> bool:
+        return profile_of(seed) is self.profile and self.direction in (None, policy_of(seed)[1])
+
+
 def scenario(seed: int, profile: Profile | None = None, size: Size | None = None) -> Scenario:
     profile, size = profile or profile_of(seed), size or size_of(seed)
     rng = random.Random(f"{profile.value} {size.value} {seed}")
@@ -67,7 +82,7 @@ def scenario(seed: int, profile: Profile | None = None, size: Size | None = None
     is_shaky = profile not in (Profile.CALM, Profile.TIGHT)
     settled_at = frame.whole_at + (SETTLE_S if is_shaky else 0.0)
     probes_at = settled_at if size is Size.LARGE else frame.whole_at
-    reserve, direction = POLICIES[seed // len(PROFILES) % len(POLICIES)]
+    reserve, direction = policy_of(seed)
     verifies = seed // 7 % 3 == 0
     odds = _odds(rng, profile, size)
     staging = (rng.randint(1, 4), rng.choice((4, 8, 16)))

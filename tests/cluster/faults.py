@@ -38,8 +38,10 @@ from pd.runtime.wire.values import Finish, Handle, Ticket, Token
 from pd.transfer.handoff import INBOX, OUTBOX, InboxState, OutboxState
 from pd.transfer.handoff import Effect as Do
 from pd.transfer.handoff import Event as On
+from tests.cluster.drawing import Weather
 from tests.cluster.faults_staging import STAGING_FAULTS
 from tests.cluster.planting import Patch, Plant, instead
+from tests.cluster.scenario import Profile
 
 
 def inbox_rows(rows: Mapping[tuple[InboxState, On], Any]) -> Plant:
@@ -389,3 +391,29 @@ FAULTS: dict[str, Plant] = {
     "the router never says again what it wants": keep_silent_about(Wanted),
     "an instance does not say what it never got": keep_silent_about(Missing),
 }
+
+LATE, LATE_READS = Weather(Profile.LATE), Weather(Profile.LATE, "pull")
+FAULTY, CRASHES = Weather(Profile.FAULTS), Weather(Profile.CRASHES)
+SHOWN_IN: dict[str, Weather] = {
+    "a peer's Fenced counts for a read of ours that may still land": LATE_READS,
+    "a slot that a lost peer's read may reach is free": LATE_READS,
+    "pages are free while a read that is dropped goes on": LATE_READS,
+    "pages are free while what is read ahead comes": LATE_READS,
+    "what is in doubt stays so when its peer is severed": LATE_READS,
+    "a ticket counts for every life of the writer": LATE,
+    "quarantine ends by itself": LATE,
+    "a peer counts as severed when the first rank has done it": LATE,
+    "Fenced is said of failed writes whose bytes may still land": LATE,
+    "a new life's Fenced is taken for its predecessor's": LATE,
+    "a lost writer is not severed": LATE,
+    "any attempt's Landed is taken for this one's": LATE,
+    "a writer that could not be severed is trusted": LATE,
+    "Landed is said once": FAULTY,
+    "the router takes an old life for the new one": FAULTY,
+    "the router ends an answer before all its tokens are there": CRASHES,
+    "doubts are forgotten": CRASHES,
+    "a handoff has no deadline": CRASHES,
+    "nobody gives way when pages are short": Weather(Profile.TIGHT),
+    "Ready is said before its digest is made": Weather(Profile.CALM),
+}
+"""Of what shows itself seldom: the weather it was seen in, whose seeds are played before the others."""

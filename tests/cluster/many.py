@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from tests.cluster.faults import FAULTS
+from tests.cluster.faults import FAULTS, SHOWN_IN
 from tests.cluster.run import Outcome, simulate
 from tests.cluster.scenario import Profile, Size
 
@@ -98,10 +98,12 @@ MAX_PLANTED = 2500
 
 
 def first_failing(fault: str, num_seeds: int = MAX_PLANTED) -> Outcome | None:
-    """Of the suite's small schedules, with that fault planted."""
+    """Of the suite's small schedules, with that fault planted; those in the weather that has shown it go first."""
+    weather = SHOWN_IN.get(fault)
+    seeds = sorted(range(num_seeds), key=lambda seed: weather is not None and not weather.is_that_of(seed))
     with pytest.MonkeyPatch.context() as patch:
         FAULTS[fault](patch)
-        outcomes = (simulate(seed, size=Size.SMALL) for seed in range(num_seeds))
+        outcomes = (simulate(seed, size=Size.SMALL) for seed in seeds)
         return next((outcome for outcome in outcomes if outcome.violation), None)
 
 
