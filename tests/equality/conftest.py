@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
+import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,17 +29,32 @@ class Case:
     answers: list[list[int]]
 
 
+class Cases(dict[str, Case]):
+    """Of families, each made when it is first asked for, by one of all processes of a session."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+
+    def __missing__(self, family: str) -> Case:
+        folder = self._folder / f"tiny-{family}"
+        model, known = folder / f"tiny-{family}", folder / "answers.json"
+        asked = prompts(VOCAB_SIZE - 3, num_prompts=32, seed=7)
+        folder.mkdir(exist_ok=True)
+        with open(folder / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not known.exists():
+                overrides = {"sliding_window": 40} if family == "mistral" else {}
+                answers = greedy(make_tiny(family, model, **overrides), asked, NUM_TOKENS)
+                known.write_text(json.dumps(answers))
+        self[family] = case = Case(model, asked, json.loads(known.read_text()))
+        return case
+
+
 @pytest.fixture(scope="session")
-def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
-    families = ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "mistral")
-    return {family: _make(family, tmp_path_factory.mktemp(family)) for family in families}
-
-
-def _make(family: str, folder: Path) -> Case:
-    overrides = {"sliding_window": 40} if family == "mistral" else {}
-    model = make_tiny(family, folder / f"tiny-{family}", **overrides)
-    asked = prompts(VOCAB_SIZE - 3, num_prompts=32, seed=7)
-    return Case(model, asked, greedy(model, asked, NUM_TOKENS))
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Cases:
+    own = tmp_path_factory.getbasetemp()
+    return Cases(own.parent if "PYTEST_XDIST_WORKER" in os.environ else own)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

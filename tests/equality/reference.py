@@ -23,8 +23,16 @@ def prompts(vocab_size: int, *, num_prompts: int, seed: int) -> list[list[int]]:
 
 
 def greedy(checkpoint: Path, asked: list[list[int]], num_tokens: int) -> list[list[int]]:
-    """`num_tokens` greedy tokens for each prompt, in float32, one prompt at a time."""
-    return [answer for prompt in asked for answer in greedy_together(checkpoint, [prompt], num_tokens)]
+    """`num_tokens` greedy tokens for each prompt, in float32. Prompts of one length go together: nothing is padded."""
+    alike: dict[int, list[int]] = {}
+    for place, prompt in enumerate(asked):
+        alike.setdefault(len(prompt), []).append(place)
+    answers: list[list[int]] = [[] for _ in asked]
+    for places in alike.values():
+        told = greedy_together(checkpoint, [asked[place] for place in places], num_tokens)
+        for place, answer in zip(places, told, strict=True):
+            answers[place] = answer
+    return answers
 
 
 def greedy_together(checkpoint: Path, asked: list[list[int]], num_tokens: int) -> list[list[int]]:

@@ -5,8 +5,11 @@ Real processes, against transformers and against our own colocated server.
 
 from __future__ import annotations
 
+import functools
 import itertools
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -30,38 +33,88 @@ BY_TURNS = tuple(
 SAMPLED = {"temperature": 0.9, "top_p": 0.95, "top_k": 50, "seed": 1234}
 
 
+NUM_ALONE = 6
+
+
+class Told(NamedTuple):
+    """What a cluster answers to the case's prompts: to 32 at once, then to some alone, and from the prefix cache."""
+
+    greedy: list[list[int]]
+    greedy_alone: list[list[int]]
+    sampled: list[list[int]]
+    sampled_alone: list[list[int]]
+    instances: list[dict[str, Any]]  # when all is over
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "backend" in metafunc.fixturenames:
         chosen = ALL if metafunc.config.getoption("--all-pairs") else BY_TURNS
         metafunc.parametrize(("family", "pair", "backend"), chosen, ids=str)
 
 
+@pytest.fixture(scope="module")
+def colocated(cases: dict[str, Case], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Told]:
+    """Of a family: each cluster is started once, and asked all that any test wants to know."""
+
+    @functools.cache
+    def told(family: str) -> Told:
+        with together(cases[family].model, tmp_path_factory.mktemp("together"), common=COMMON) as cluster:
+            return _ask(cluster, cases[family])
+
+    return told
+
+
+@pytest.fixture(scope="module")
+def parted(
+    cases: dict[str, Case], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str, tuple[int, int], str], Told]:
+    """As `colocated`, of prefill and decode apart."""
+
+    @functools.cache
+    def told(family: str, pair: tuple[int, int], backend: str) -> Told:
+        prefill, decode = (("--tp", str(tp)) for tp in pair)
+        common, logs = (*COMMON, "--transfer", backend), tmp_path_factory.mktemp("apart")
+        with apart(cases[family].model, logs, prefill=prefill, decode=decode, common=common) as cluster:
+            return _ask(cluster, cases[family])
+
+    return told
+
+
 def test_apart_answers_as_transformers(
-    cases: dict[str, Case], tmp_path: Path, family: str, pair: tuple[int, int], backend: str
+    cases: dict[str, Case], parted: Callable[..., Told], family: str, pair: tuple[int, int], backend: str
 ) -> None:
-    _answers_as_transformers(cases[family], tmp_path, pair, backend)
+    _assert_as_transformers(parted(family, pair, backend), cases[family])
+
+
+def test_apart_samples_as_colocated(
+    colocated: Callable[[str], Told], parted: Callable[..., Told], family: str, pair: tuple[int, int], backend: str
+) -> None:
+    told, due = parted(family, pair, backend), colocated(family).sampled
+    assert told.sampled == due
+    assert told.sampled_alone == due[:NUM_ALONE]
 
 
 @pytest.mark.parametrize("library", backends("nixl", "mooncake"))
-def test_apart_answers_as_transformers_through_a_library(cases: dict[str, Case], tmp_path: Path, library: str) -> None:
-    pair = {"nixl": (3, 2), "mooncake": (1, 2)}[library]
-    _answers_as_transformers(cases["llama"], tmp_path, pair, library)
+def test_apart_answers_as_transformers_through_a_library(
+    cases: dict[str, Case], parted: Callable[..., Told], library: str
+) -> None:
+    _assert_as_transformers(parted("llama", {"nixl": (3, 2), "mooncake": (1, 2)}[library], library), cases["llama"])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_colocated_answers_as_transformers_and_samples_as_apart(
-    cases: dict[str, Case], tmp_path: Path, family: str
+def test_colocated_answers_as_transformers(
+    cases: dict[str, Case], colocated: Callable[[str], Told], family: str
 ) -> None:
-    case = cases[family]
-    with together(case.model, tmp_path / "together", common=COMMON) as cluster:
-        assert cluster.generate_all(case.prompts, NUM_TOKENS) == case.answers
-        sampled = cluster.generate_all(case.prompts, NUM_TOKENS, **SAMPLED)
-        assert [cluster.generate(p, NUM_TOKENS, **SAMPLED) for p in case.prompts[:6]] == sampled[:6]
-        _assert_all_free(cluster)
-    assert sampled != case.answers
-    with apart(case.model, tmp_path / "apart", common=COMMON, prefill=("--tp", "2")) as cluster:
-        assert cluster.generate_all(case.prompts, NUM_TOKENS, **SAMPLED) == sampled
-        assert [cluster.generate(p, NUM_TOKENS, **SAMPLED) for p in case.prompts[:6]] == sampled[:6]
+    _assert_as_transformers(colocated(family), cases[family])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_colocated_samples_alone_as_among_others(
+    cases: dict[str, Case], colocated: Callable[[str], Told], family: str
+) -> None:
+    told = colocated(family)
+    assert told.sampled_alone == told.sampled[:NUM_ALONE]
+    assert told.sampled != cases[family].answers
 
 
 @pytest.mark.skipif(
@@ -80,16 +133,19 @@ def test_in_bfloat16_too_answers_are_the_same_together_and_apart(cases: dict[str
         assert [cluster.generate(prompt, NUM_TOKENS) for prompt in case.prompts[:12]] == answers[:12]
 
 
-def _answers_as_transformers(case: Case, folder: Path, pair: tuple[int, int], backend: str) -> None:
-    prefill, decode = (("--tp", str(tp)) for tp in pair)
-    common = (*COMMON, "--transfer", backend)
-    with apart(case.model, folder, prefill=prefill, decode=decode, common=common) as cluster:
-        assert cluster.generate_all(case.prompts, NUM_TOKENS) == case.answers  # 32 at once
-        alone = [cluster.generate(prompt, NUM_TOKENS) for prompt in case.prompts[:6]]  # and from the prefix cache
-        assert alone == case.answers[:6]
-        _assert_all_free(cluster)
+def _ask(cluster: Cluster, case: Case) -> Told:
+    def at_once(**sampling: Any) -> list[list[int]]:
+        return cluster.generate_all(case.prompts, NUM_TOKENS, **sampling)
+
+    def alone(**sampling: Any) -> list[list[int]]:
+        return [cluster.generate(prompt, NUM_TOKENS, **sampling) for prompt in case.prompts[:NUM_ALONE]]
+
+    answers = at_once(), alone(), at_once(**SAMPLED), alone(**SAMPLED)
+    return Told(*answers, instances=cluster.wait_idle()["instances"])
 
 
-def _assert_all_free(cluster: Cluster) -> None:
-    for instance in cluster.wait_idle()["instances"]:
+def _assert_as_transformers(told: Told, case: Case) -> None:
+    assert told.greedy == case.answers
+    assert told.greedy_alone == case.answers[:NUM_ALONE]
+    for instance in told.instances:
         assert instance["num_free_pages"] == instance["num_pages"], instance
