@@ -6,7 +6,7 @@ A library knows memory and contacts. Order, deadlines, severing and the promise 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -94,6 +94,9 @@ class Library(Protocol):
 
     def release(self, batch: object) -> None:
         """Forget a batch; one that is still on its way may still land. Raises nothing."""
+
+    def tell(self, ring: Callable[[], None]) -> bool:
+        """Call `ring`, from any thread, whenever a batch has ended. False: it cannot, and is to be asked."""
 
     def tend(self) -> None: ...
 

@@ -51,7 +51,7 @@ class _Begun:
     task: Task
     rest: Iterator[Spans]
     window: int  # batches
-    is_posted: bool = False
+    batch: Spans | None  # the next; None: every one was posted
 
 
 @dataclass(slots=True, eq=False)
@@ -80,6 +80,7 @@ class Peer:
     _is_looking: bool = False
     _next_look: float = 0.0
     _deadline: float = 0.0
+    _is_turn_spent: bool = False  # it has begun a batch, or ended a job
 
     @property
     def is_waiting(self) -> bool:
@@ -102,10 +103,14 @@ class Peer:
         self._read_door()
 
     def advance(self, now: float) -> bool:
-        """Take every step that can be taken without waiting; whether one was. Raises TransferError: it is lost."""
-        moved = self._reap()
-        if not self._is_looking and self._is_up:
-            moved |= self._post(now)
+        """Take every step that can be taken without waiting; whether one was. Raises TransferError: it is lost.
+
+        A turn begins one batch, which may last as long as its copy, but goes on until that job's door is read, as far
+        as the library has done it at once: four turns for it took 60 µs more, while other ranks waited for a core.
+        """
+        self._is_turn_spent = moved = False
+        while self._step(now):
+            moved = True
         if moved or not (self._begun or self._waiting or not self._is_up):
             self._deadline = now + self.limits.stall_s
         elif now > self._deadline:
@@ -157,6 +162,12 @@ class Peer:
         self._open, self._door, self._contact, self._is_looking = [], None, None, False
         return left, may_land
 
+    def _step(self, now: float) -> bool:
+        moved = self._reap()
+        if not self._is_looking and self._is_up:
+            moved |= self._post(now)
+        return moved
+
     def _reap(self) -> bool:
         still_open = []
         for batch in self._open:
@@ -182,33 +193,33 @@ class Peer:
         self._next_look = time.monotonic() + self.limits.look_s
         if self._begun is not None:
             task, self._begun = self._begun.task, None
+            self._is_turn_spent = True
             self.outbox.put(JobDone(task.job, task.nbytes, time.monotonic() - task.began))
 
     def _post(self, now: float) -> bool:
-        if self._begun is None and self._waiting:
+        if self._begun is None and self._waiting and not self._is_turn_spent:
             with self.lock:
                 task = self._waiting.popleft()
             is_asking = task.is_read and self.is_asked
             rest = batches(task.spans, max_pieces=1) if is_asking else batches(task.spans)
-            self._begun = _Begun(task, rest, window=1 if is_asking else _WINDOW)
+            self._begun = _Begun(task, rest, window=1 if is_asking else _WINDOW, batch=next(rest, None))
         if self._begun is None:
             if now < self._next_look:
                 return False
             self._read_door()
             return False  # it is no news that we look
-        if self._begun.is_posted:
+        spans = self._begun.batch
+        if spans is None:
             if self._open:
                 return False
             self._read_door()
             return True
-        if len(self._open) >= self._begun.window:
+        if self._is_turn_spent or len(self._open) >= self._begun.window:
             return False
-        spans = next(self._begun.rest, None)
-        if spans is None:
-            self._begun.is_posted = True
-        else:
-            copies = Copies(self.ours, self.there.memory, spans, self._begun.task.is_read)
-            self._open.append(self.library.post(self._contact, copies))
+        self._is_turn_spent = True
+        copies = Copies(self.ours, self.there.memory, spans, self._begun.task.is_read)
+        self._open.append(self.library.post(self._contact, copies))
+        self._begun.batch = next(self._begun.rest, None)
         return True
 
     def _read_door(self) -> None:

@@ -1,7 +1,7 @@
 """The one thread that calls a library: libraries are not to be called from two, and some wait inside a call.
 
 It never waits for a peer: what is not done is asked again, at first at once, then every 50 µs, as a sleep costs the
-end of a small job more than a few calls cost the processor.
+end of a small job more than a few calls cost the processor. A library that can tell the end of a batch is asked then.
 
 What is still on its way to a peer that was let go is looked after until it ends. The library is closed by this thread,
 and only then: a library that is closed, or told to forget a peer, under a write of its own reads memory it has freed.
@@ -29,6 +29,8 @@ MAX_PEERS = 2048
 _SPINS = 20
 _NAP_S = 50e-6
 _LONG_NAP_S = 1e-3
+_TOLD_S = 50e-3
+"""While something is on its way through a library that tells its end: for deadlines."""
 _WARM_S = 1.0
 _COLD = 10
 """After something moved, peers' writes are tended as often as the library wants; a second later that many times less
@@ -70,8 +72,11 @@ class LibraryWorker:
         self._has_said = threading.Event()  # all that will be
         self._warm_until = time.monotonic() + _WARM_S
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wake_lock = threading.Lock()
+        self._can_ring = True
         self._epoll = select.epoll()
         self._epoll.register(self._wake, select.EPOLLIN)
+        self._is_told = library.tell(self.ring)
         self._stop_reason: str | None = None
         self._thread = threading.Thread(target=self._run, name=f"pd-transfer-{library.name}", daemon=True)
         self._thread.start()
@@ -106,7 +111,10 @@ class LibraryWorker:
         return done.wait(timeout_s)
 
     def ring(self) -> None:
-        os.eventfd_write(self._wake, 1)
+        """Have the thread look. From any thread, also after `stop`."""
+        with self._wake_lock:
+            if self._can_ring:
+                os.eventfd_write(self._wake, 1)
 
     def stop(self, reason: str) -> None:
         """Fail everything and end the thread; nobody may call anything after.
@@ -119,7 +127,9 @@ class LibraryWorker:
         while not self._has_said.wait(_FINISH_S) and self._thread.is_alive():
             pass  # a call into the library takes as long as a batch does
         self._epoll.close()
-        os.close(self._wake)
+        with self._wake_lock:
+            self._can_ring = False
+            os.close(self._wake)
         self._thread.join(_JOIN_S)
 
     def _run(self) -> None:
@@ -181,10 +191,12 @@ class LibraryWorker:
         """Until it is worth looking again."""
         if num_idle == 0:
             return
-        if any(peer.is_waiting for peer in self._peers):
-            time.sleep(self._nap_s(num_idle))
-            return
         timeout_s = min((peer.limits.look_s for peer in self._peers), default=None)
+        if any(peer.is_waiting for peer in self._peers):
+            if not self._is_told:
+                time.sleep(self._nap_s(num_idle))
+                return
+            timeout_s = _TOLD_S
         if self._library.tend_s is not None:
             timeout_s = self._library.tend_s * (1 if time.monotonic() < self._warm_until else _COLD)
         self._epoll.poll(timeout_s)

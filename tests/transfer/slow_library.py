@@ -4,6 +4,7 @@ too early: one that crashes then cannot be tested by its crashes."""
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,6 +31,9 @@ class SlowLibrary:
     tend_s: float | None = 1e-3
     is_held: bool = False
     asks_owner: bool = False
+    tells: bool = False
+    ring: Callable[[], None] | None = None
+    num_asked: int = 0
     faults: list[str] = field(default_factory=list)
     open: list[Batch] = field(default_factory=list)
     known: set[str] = field(default_factory=set)
@@ -79,9 +83,12 @@ class SlowLibrary:
             assert is_mapped(source) and is_mapped(sink), "memory was given back under a write"
             ctypes.memmove(sink, source, nbytes)
         batch.is_over = True
+        if self.ring is not None:
+            self.ring()
 
     def is_done(self, batch: object) -> bool:
         assert isinstance(batch, Batch)
+        self.num_asked += 1
         if batch.fails:
             raise TransferError("it failed")
         return batch.is_over
@@ -91,6 +98,10 @@ class SlowLibrary:
         if not (batch.is_over or batch.fails):
             self.faults.append("told to forget a write that is on its way")
         self.open.remove(batch)
+
+    def tell(self, ring: Callable[[], None]) -> bool:
+        self.ring = ring if self.tells else None
+        return self.tells
 
     def tend(self) -> None:
         pass

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import os
+import re
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
+import numpy as np
 import pytest
 
-from pd.transfer.host import rdma_devices
-from pd.transfer.library import LibraryLimits
+from pd.transfer import library as batching
+from pd.transfer.host import rdma_devices, this_life
+from pd.transfer.library import LibraryEndpoint, LibraryLimits, Memory
+from pd.transfer.library_peer import DOOR_NBYTES, Peer, Slate, Task, write_door
 from pd.transfer.library_transport import LibraryTransport
 from pd.transfer.nixl import NixlLibrary
+from pd.transfer.outbox import Outbox
 from pd.transfer.transport import JobDone, JobFailed, PeerLost, Span
 from tests.transfer.kit import done_jobs, wait_for, wait_jobs, wait_lost, why_absent
 from tests.transfer.slow_library import LARGE, Batch, SlowLibrary
@@ -29,11 +38,13 @@ def until(is_so: Callable[[], bool], timeout_s: float = 5.0) -> None:
 class Two:
     """`a` over a library that can be slow, and `b`, which it writes to."""
 
-    def __init__(self, *, asks_owner: bool = False) -> None:
+    def __init__(self, *, asks_owner: bool = False, tells: bool = False) -> None:
         limits = LibraryLimits(connect_s=5, stall_s=5, look_s=0.02)
         self.libraries, self.ends, self.views = [], [], []
         for me in "ab":
-            library = SlowLibrary(me=me, asks_owner=asks_owner)
+            library = SlowLibrary(me=me, asks_owner=asks_owner, tells=tells)
+            if tells:
+                library.tend_s = None  # it has threads of its own
             end = LibraryTransport(me=me, start=lambda _, library=library: library, limits=limits)  # type: ignore[misc]
             self.libraries.append(library)
             self.ends.append(end)
@@ -122,6 +133,69 @@ def test_of_a_peer_that_sends_what_is_read_of_it_one_piece_is_read_at_a_time() -
     assert done_jobs(wait_jobs(two.a, 1)) == [1]
     two.close()
     assert two.slow.faults == []
+
+
+def test_a_library_that_tells_when_a_batch_has_ended_is_asked_then_and_hardly_meanwhile() -> None:
+    two = Two(tells=True)
+    batch = two.begin()
+    before = two.slow.num_asked
+    time.sleep(0.3)
+    assert two.slow.num_asked - before < 60, "one that does not tell is asked some thousand times"
+    two.slow.carry_out(batch)
+    assert done_jobs(wait_jobs(two.a, 1)) == [1]
+    two.close()
+    assert two.slow.ring is not None
+    two.slow.ring()  # a thread of the library's may come late
+    assert two.slow.faults == []
+
+
+@pytest.fixture
+def peer() -> Iterator[Peer]:
+    """One whose door was read, over a library that does at once what it is told."""
+    memory = (ctypes.c_char * (MIB + 4096))()
+    address = ctypes.addressof(memory)
+    write_door(memoryview(memory).cast("B")[MIB:], b"n" * 16, is_open=True)
+    there = LibraryEndpoint("slow", "b", this_life(), b"n" * 16, MIB, Memory(address), address + MIB, b"b")
+    known = Peer("b", there, Memory(address), SlowLibrary(), LibraryLimits(look_s=60), Outbox())
+    slate = memoryview(bytearray(DOOR_NBYTES))
+    known.meet(Slate(ctypes.addressof(ctypes.c_char.from_buffer(slate)), slate), 0.0)
+    assert known.advance(0.0) and not known.is_waiting
+    yield known
+    known.outbox.close()
+
+
+def test_what_a_library_does_at_once_takes_a_job_one_turn_and_each_further_batch_one(
+    monkeypatch: pytest.MonkeyPatch, peer: Peer
+) -> None:
+    """So a small job does not wait for other peers between its steps, nor they for a large one's end."""
+    monkeypatch.setattr(batching, "BATCH_NBYTES", 100)
+    for job, nbytes in enumerate((100, 300, 0)):
+        rows = np.array([[0, 1000, nbytes]][: bool(nbytes)], np.int64).reshape(-1, 3)
+        peer.give(Task(job, rows, False, nbytes, 0.0))
+    ended = []
+    for _ in range(5):
+        assert peer.advance(0.0)
+        ended.append([end.job for end in peer.outbox.drain() if isinstance(end, JobDone)])
+    assert ended == [[0], [], [], [1], [2]]
+    assert not peer.advance(0.0)
+
+
+@pytest.mark.skipif(why_absent("mooncake") is not None, reason=str(why_absent("mooncake")))
+def test_mooncake_says_warnings_and_errors_unless_the_user_asks_for_more() -> None:
+    """In a process of its own: it reads its variable once."""
+    start = (
+        "from pd.transfer.mooncake import mooncake_transport as make\n"
+        "a = make(me='a', host='127.0.0.1'); a.allocate(4096); a.close()"
+    )
+
+    def said(**more: str) -> set[str]:
+        env = {name: value for name, value in os.environ.items() if name != "MC_LOG_LEVEL"} | more
+        ran = subprocess.run([sys.executable, "-c", start], env=env, stderr=subprocess.PIPE, text=True, timeout=60)
+        assert ran.returncode == 0, ran.stderr
+        return set(re.findall(r"^([IWE])\d{4} \d\d:", ran.stderr, re.MULTILINE))
+
+    assert said() == {"W", "E"}
+    assert said(MC_LOG_LEVEL="INFO") == {"I", "W", "E"}
 
 
 @pytest.mark.skipif(why_absent("nixl") is not None, reason=str(why_absent("nixl")))
