@@ -37,10 +37,11 @@ transfer: install
 serve: install
 	@exec $(BIN)/python scripts/serve_and_chat.py $(ARGS)
 
-# One thread a process: the suite starts many, and they share the machine's cores. The whole suite runs a file a worker.
+# One thread a process: the suite starts many, and they share the machine's cores. The whole suite runs a file a worker,
+# in the order of tests/conftest.py: what takes longest first.
 test: install
 	LD_LIBRARY_PATH=$(CURDIR)/.venv/transfer-libraries$${LD_LIBRARY_PATH:+:$$LD_LIBRARY_PATH} \
-	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest $(if $(ARGS),$(ARGS),-n $(JOBS) --dist loadfile)
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest $(if $(ARGS),$(ARGS),-n $(JOBS) --dist loadfile --no-loadscope-reorder)
 
 lint: install
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""Options of the whole suite; and triton, imported first of all: that decides whether kernels are interpreted."""
+"""Options and order of the whole suite; and triton, imported first: that decides whether kernels are interpreted."""
 
 from __future__ import annotations
 
@@ -14,6 +14,15 @@ _GPU_NODES = ("/dev/nvidiactl", "/dev/kfd")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--wide", action="store_true", help="kernels: many more shapes; transfer: all backends")
+
+
+_LONGEST = ("equality", "cluster", "kernels", "engine", "bench", "transfer", "runtime", "doctor")
+"""Folders of tests, as they begin. Nothing depends on it but how long one worker waits for the others at the end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {name: place for place, name in enumerate(_LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.parent.name, len(places)))
 
 
 def _interpret() -> None:
