@@ -13,7 +13,7 @@ import pytest
 from pd.bench.compare.shape import foreign
 from pd.bench.lines import read
 from pd.bench.options import RouterOptions
-from pd.bench.routing import servers
+from pd.bench.routing import measure, servers
 from pd.bench.routing.command import router
 from pd.bench.routing.cpu import cpu_s
 from pd.runtime.config import ConfigError
@@ -26,6 +26,7 @@ def test_our_router_and_others_are_measured_in_turns_and_who_fails_is_left_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(servers, "START_S", 6.0)
+    monkeypatch.setattr(measure, "IDLE_RATE", 100.0)
     vs = [
         f"sh -c '{PROXY}; true'",  # the proxy is a child of what was started
         f"{PROXY} 40",

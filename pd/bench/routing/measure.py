@@ -18,7 +18,7 @@ from pd.runtime.config import ConfigError
 
 WARM, IDLE, REQUESTS, STREAMS = "warm", "idle", "requests", "streams"
 CONCURRENCY = 64
-_IDLE_RATE = 20.0  # requests/s at which nothing waits
+IDLE_RATE = 20.0  # requests/s at which nothing waits
 _IDLE_REQUESTS = 60
 _WARM_REQUESTS = 50
 _TIMEOUT_S = 60.0
@@ -68,7 +68,7 @@ def loads(options: RouterOptions) -> dict[str, Traffic]:
     prompt = TEXT if options.vs else IDS
     warm, idle, requests = (_asks(prompt, num, 1) for num in (_WARM_REQUESTS, _IDLE_REQUESTS, options.requests))
     streams = _asks(prompt, options.streams, options.tokens)
-    idle = [(place / _IDLE_RATE, one) for place, (_, one) in enumerate(idle)]
+    idle = [(place / IDLE_RATE, one) for place, (_, one) in enumerate(idle)]
     return {
         WARM: Traffic(arrivals=warm, concurrency=8, timeout_s=_TIMEOUT_S),
         IDLE: Traffic(arrivals=idle, timeout_s=_TIMEOUT_S),
