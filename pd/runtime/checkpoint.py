@@ -28,7 +28,6 @@ from rich.console import Console
 from rich.progress import Progress as Bar
 
 from pd.runtime.config import ConfigError
-from pd.runtime.gguf_checkpoint import convert
 
 DEFAULT_NAME = "SmolLM2-135M-Instruct"
 DEFAULT_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -136,6 +135,8 @@ def _default_from_hub() -> Path:
 
 
 def _convert_into(folder: Path, source: Path) -> None:
+    from pd.runtime.gguf_checkpoint import convert  # with numpy, a third of a leader's imports: needed once
+
     draft = folder.with_suffix(".tmp")
     shutil.rmtree(draft, ignore_errors=True)  # of a converter that was killed
     draft.mkdir()

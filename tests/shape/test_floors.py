@@ -187,8 +187,8 @@ def identifiers(node: ast.AST) -> Iterator[str]:
 @pytest.mark.parametrize(
     ("role", "heavy"),
     [
-        ("instance", {"torch", "transformers", "numba", "uvicorn"}),
-        ("router", {"torch"}),
+        ("instance", {"torch", "transformers", "numba", "numpy", "uvicorn"}),
+        ("router", {"torch", "numpy"}),
         ("supervisor", {"torch", "transformers", "zmq", "uvicorn", "aiohttp"}),
     ],
 )
