@@ -19,6 +19,7 @@ from pd.bench.shapes import ModelShape
 from pd.bench.transfer_limits import OtherEnd, make_limit, serve_limit
 from pd.transfer.choose import make_transport
 from pd.transfer.layout import KVLayout, Shard, pool_nbytes, tp_shards
+from pd.transfer.many import plan
 from pd.transfer.plan import routes_between
 from pd.transfer.transport import JobDone, TransferError, Transport
 
@@ -100,17 +101,17 @@ class Meeting:
         """One request's KV to every destination rank; planning it is part of the time."""
         num_pages = -(-num_tokens // self._layout.page_size)
         began = time.perf_counter()
-        num_spans = nbytes = 0
+        given = []
         open_jobs = [0] * len(self.ranks)
         for job, route in enumerate(self._routes):
-            spans = route.spans(self._pages[:num_pages], self._pages[::-1][:num_pages], 0, num_tokens)
+            spans = plan(route, self._pages[:num_pages], self._pages[::-1][:num_pages], 0, num_tokens)
             self.ranks[route.src].write(f"dst{route.dst}", spans, job=job)
             open_jobs[route.src] += 1
-            num_spans += len(spans)
-            nbytes += sum(span.nbytes for span in spans)
+            given.append(spans)
         for rank, num_jobs in zip(self.ranks, open_jobs, strict=True):
             wait_done(rank, num_jobs)
-        return Moved(num_spans, nbytes, time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        return Moved(sum(map(len, given)), sum(span.nbytes for spans in given for span in spans), seconds)
 
     def _send(self, order: Order) -> Answer:
         assert self._child.stdin is not None and self._child.stdout is not None

@@ -17,11 +17,21 @@ import numpy as np
 
 from pd.transfer.device import Device, Gpu
 from pd.transfer.host import is_dead, rdma_devices, this_life, why_elsewhere
-from pd.transfer.library import NONCE_NBYTES, Library, LibraryEndpoint, LibraryLimits, Memory, decode, encode
+from pd.transfer.library import (
+    NONCE_NBYTES,
+    Library,
+    LibraryEndpoint,
+    LibraryLimits,
+    Memory,
+    Spans,
+    decode,
+    encode,
+)
 from pd.transfer.library_peer import DOOR_NBYTES, Peer, Task, write_door
 from pd.transfer.library_worker import MAX_PEERS, LibraryWorker
 from pd.transfer.outbox import Outbox
 from pd.transfer.region import Region, check_spans
+from pd.transfer.rows import Rows
 from pd.transfer.transport import Completion, Span, TransferError
 
 SEVER_TIMEOUT_S = 5.0
@@ -179,7 +189,12 @@ class LibraryTransport:
         if not is_read:
             src, dst = dst, src
         nbytes = check_spans(spans, src_nbytes=src, dst_nbytes=dst)
-        rows = np.fromiter(chain.from_iterable(spans), np.int64, 3 * len(spans)).reshape(-1, 3)
-        if not known.give(Task(job, rows, is_read, nbytes, time.monotonic())):
+        if not known.give(Task(job, _rows(spans), is_read, nbytes, time.monotonic())):
             raise TransferError(f"{peer} is lost, or {self._limits.max_jobs} jobs wait for it already")
         worker.ring()
+
+
+def _rows(spans: Sequence[Span]) -> Spans:
+    if isinstance(spans, Rows):
+        return spans.array
+    return np.fromiter(chain.from_iterable(spans), np.int64, 3 * len(spans)).reshape(-1, 3)

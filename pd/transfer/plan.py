@@ -20,7 +20,7 @@ from pd.transfer.pairs import Pair, pair_up
 from pd.transfer.transport import Span
 
 
-class _Lane(NamedTuple):
+class Lane(NamedTuple):
     """Pieces that share their strides: K and V together, or each its own where their heads differ in size."""
 
     src: Strides
@@ -39,7 +39,7 @@ class Route:
     pairs: tuple[Pair, ...]
     unit: int = field(init=False)
     """Tokens copied together: the greatest common divisor of both page sizes."""
-    _lanes: tuple[_Lane, ...] = field(init=False, repr=False)
+    lanes: tuple[Lane, ...] = field(init=False, repr=False)
 
     @property
     def src(self) -> int:
@@ -53,7 +53,7 @@ class Route:
     def __post_init__(self) -> None:
         unit = math.gcd(self.layout_src.page_size, self.layout_dst.page_size)
         object.__setattr__(self, "unit", unit)
-        object.__setattr__(self, "_lanes", _lanes(self))
+        object.__setattr__(self, "lanes", _lanes(self))
 
     def spans(self, src_pages: Sequence[int], dst_pages: Sequence[int], start: int, stop: int) -> list[Span]:
         """Copies that move tokens [start, stop). Pages are each side's numbers, the first holding `start`.
@@ -61,7 +61,7 @@ class Route:
         `start` is a multiple of both page sizes. Tokens beyond `stop` up to the next multiple of `unit` are
         copied too, within the same pages. Raises ValueError where start, pages or page numbers do not fit.
         """
-        self._check(src_pages, dst_pages, start, stop)
+        self.check(src_pages, dst_pages, start, stop)
         if start == stop:
             return []
         size_src, size_dst = self.layout_src.page_size, self.layout_dst.page_size
@@ -73,7 +73,7 @@ class Route:
                 for t in range(0, stop - start, self.unit)
             ]
         pieces: list[Span] = []
-        for a, b, parts in self._lanes:
+        for a, b, parts in self.lanes:
             a_page, a_token, b_page, b_token = a.page, a.token, b.page, b.token
             if len(parts) == 1:
                 ((src, dst, nbytes),) = parts
@@ -87,7 +87,8 @@ class Route:
                 pieces += [Span(at_src + src, at_dst + dst, nbytes) for src, dst, nbytes in parts]
         return _merged(pieces)
 
-    def _check(self, src_pages: Sequence[int], dst_pages: Sequence[int], start: int, stop: int) -> None:
+    def check(self, src_pages: Sequence[int], dst_pages: Sequence[int], start: int, stop: int) -> None:
+        """Raises ValueError as `spans` does."""
         sides = (
             ("source", src_pages, self.layout_src.page_size, self.shard_src.num_pages),
             ("destination", dst_pages, self.layout_dst.page_size, self.shard_dst.num_pages),
@@ -109,14 +110,14 @@ def routes_between(
     return [Route(layout_src, src[s], layout_dst, dst[d], tuple(pairs)) for (s, d), pairs in by_ranks]
 
 
-def _lanes(route: Route) -> tuple[_Lane, ...]:
-    lanes: dict[tuple[int, ...], _Lane] = {}
+def _lanes(route: Route) -> tuple[Lane, ...]:
+    lanes: dict[tuple[int, ...], Lane] = {}
     src = strides(route.layout_src, route.shard_src)
     dst = strides(route.layout_dst, route.shard_dst)
     for a, b in zip(src, dst, strict=True):
         key = (a.page, b.page, a.token, b.token)
         known = lanes[key].pieces if key in lanes else ()
-        lanes[key] = _Lane(a, b, (*known, *_pieces(route, a, b)))
+        lanes[key] = Lane(a, b, (*known, *_pieces(route, a, b)))
     return tuple(lane._replace(pieces=tuple(_merged(list(lane.pieces)))) for lane in lanes.values())
 
 

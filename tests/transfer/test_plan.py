@@ -7,12 +7,16 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
+from pd.transfer import many
 from pd.transfer.layout import DEFAULT_ORDER, KVKind, KVLayout, Shard, pool_nbytes, strides, tp_shards
 from pd.transfer.pairs import pair_up
 from pd.transfer.plan import Route, routes_between
-from pd.transfer.transport import Span
+from pd.transfer.region import check_spans
+from pd.transfer.rows import Rows
+from pd.transfer.transport import Span, TransferError
 
 DEFAULT_MODEL = KVLayout(30, 3, 64, 16, "bfloat16")
 
@@ -23,7 +27,10 @@ Label = tuple[int, int, int, int, int]  # layer, head, k|v, token, byte of the r
 
 
 @pytest.mark.parametrize("seeds", [range(i, i + 50) for i in range(0, 2000, 50)], ids=str)
-def test_every_destination_byte_is_written_once_with_the_right_one_and_nothing_outside(seeds: range) -> None:
+def test_every_destination_byte_is_written_once_with_the_right_one_and_nothing_outside(
+    monkeypatch: pytest.MonkeyPatch, seeds: range
+) -> None:
+    monkeypatch.setattr(many, "_MANY", 1)
     for seed in seeds:
         check_one_meeting(seed)
 
@@ -42,6 +49,8 @@ def check_one_meeting(seed: int) -> None:
     for route in routes_between(theirs, src_group, ours, dst_group):
         src, dst = src_group[route.src], dst_group[route.dst]
         spans = route.spans(src_pages, dst_pages, start, start + num_tokens)
+        found = many.plan(route, src_pages, dst_pages, start, start + num_tokens)
+        assert isinstance(found, Rows) and list(found) == spans, f"seed {seed}: as an array and one by one"
         unit_tokens = -(-num_tokens // route.unit) * route.unit
         labels_src = labels(theirs, src, src_pages, unit_tokens)
         labels_dst = labels(ours, dst, dst_pages, unit_tokens)
@@ -113,6 +122,14 @@ def test_pages_that_do_not_fit_are_refused(
     route = Route(DEFAULT_MODEL, shard, DEFAULT_MODEL, shard, (pair,))
     with pytest.raises(ValueError, match=told):
         route.spans(src_pages, dst_pages, start, stop)
+
+
+@pytest.mark.parametrize("row", [(-1, 0, 5), (0, -1, 5), (96, 0, 5), (0, 196, 5), (0, 0, 0), (0, 0, -1)])
+def test_an_array_with_one_span_outside_is_refused_by_its_values(row: tuple[int, int, int]) -> None:
+    sound = [(0, 0, 100), (95, 195, 5), (99, 199, 1)]
+    assert check_spans(Rows(np.array(sound)), src_nbytes=100, dst_nbytes=200) == 106
+    with pytest.raises(TransferError, match=rf"Span\(src={row[0]}, dst={row[1]}, nbytes={row[2]}\) leaves a region"):
+        check_spans(Rows(np.array([*sound, row])), src_nbytes=100, dst_nbytes=200)
 
 
 def test_no_tokens_are_no_spans() -> None:

@@ -6,7 +6,7 @@ Owned by the rank's I/O thread. Knows peers, pages and jobs; requests are the le
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -27,10 +27,11 @@ from pd.runtime.wire.plans import (
 )
 from pd.transfer.digest import total
 from pd.transfer.layout import KVLayout, Shard, check_can_meet, check_shards
+from pd.transfer.many import plan
 from pd.transfer.packed import End, Move, PackedWay
 from pd.transfer.pairs import pair_up
 from pd.transfer.plan import Route
-from pd.transfer.transport import JobDone, JobFailed, PeerLost, TransferError, Transport
+from pd.transfer.transport import JobDone, JobFailed, PeerLost, Span, TransferError, Transport
 
 log = logging.getLogger("pd.rank")
 
@@ -209,9 +210,9 @@ class Mover:
                 continue
             number = next(self._numbers)
             try:
-                spans = []
+                spans: Sequence[Span] = ()
                 if isinstance(way, Route) and not is_nothing:
-                    spans = way.spans(job.src_pages, job.dst_pages, job.start, job.stop)
+                    spans = plan(way, job.src_pages, job.dst_pages, job.start, job.stop)
                 move(name, spans, job=number)
             except (TransferError, ValueError) as error:
                 share.error = share.error or str(error)
