@@ -12,7 +12,7 @@ import pytest
 from tests.cluster.many import run_many
 from tests.cluster.run import explain
 
-NUM_SEEDS = 10_000
+NUM_SEEDS = int(os.environ.get("CLUSTER_SEEDS", "6000"))
 FIRST = int(os.environ.get("CLUSTER_FIRST_SEED", "0"))
 HAPPENED = {
     "attach error": 500,
@@ -50,17 +50,18 @@ HAPPENED = {
     "write cut off": 100,
     "write error": 500,
 }
-"""At least so often in all seeds: a fault that never happens is not survived."""
+"""At least so often in 10,000 seeds, in fewer as many fewer: a fault that never happens is not survived."""
 
 
 def test_every_request_ends_once_with_the_right_tokens_and_nothing_is_left(capsys: pytest.CaptureFixture[str]) -> None:
-    """10,000 seeds from CLUSTER_FIRST_SEED, or 0. One of them again: python -m tests.cluster --seed N --trace."""
+    """6,000 seeds, or CLUSTER_SEEDS from CLUSTER_FIRST_SEED. One again: python -m tests.cluster --seed N --trace."""
     tally = run_many(range(FIRST, FIRST + NUM_SEEDS))
     with capsys.disabled():
         sys.stdout.write(f"\nseeds {FIRST} to {FIRST + NUM_SEEDS - 1}: {tally.told()}\n")
     if tally.failed:
         pytest.fail(explain(tally.failed[0]), pytrace=False)
-    rare = {what: tally.happened[what] for what, least in HAPPENED.items() if tally.happened[what] < least}
+    share = NUM_SEEDS / 10_000
+    rare = {what: tally.happened[what] for what, least in HAPPENED.items() if tally.happened[what] < least * share}
     assert not rare, f"too rare: {rare}"
     assert set(tally.calm_endings) == {"finished"}, tally.calm_endings
     failed = tally.endings["503"] + tally.endings["504"]  # a cluster that fails everything would break no invariant
