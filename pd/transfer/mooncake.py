@@ -40,8 +40,8 @@ _WINDOW = 256
 _NAP_S = 50e-6
 _LONG_NAP_S = 10e-3
 _NAP_SHARE = 1 / 40
-"""Of the time that a batch takes so far: with naps of 50 µs throughout, three ranks that wrote 47 MB to one took 43 ms
-on two cores, 128 pieces each, since asking kept a third of a core from the threads that move bytes."""
+"""Of the time that a batch takes so far: with naps of 50 µs throughout, and another thread asking this one, three ranks
+that wrote 47 MB to one took 48 ms on two cores, now 34 to 40: asking kept a core from those that move bytes."""
 _SETTINGS = {
     "MC_TCP_ENABLE_CONNECTION_POOL": "1",
     "MC_LOG_LEVEL": "WARNING",  # else a dozen lines an engine, and one a batch; read once a process
