@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.util
 import os
@@ -18,6 +19,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 _LONGEST = ("equality", "cluster", "kernels", "engine", "bench", "transfer", "runtime", "doctor")
 """Folders of tests, as they begin. Nothing depends on it but how long one worker waits for the others at the end."""
+
+
+gc.disable()  # until all is imported, and stays: looking for garbage in it takes a quarter of the collection
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
