@@ -8,6 +8,7 @@ Rules
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import selectors
@@ -25,6 +26,10 @@ _CALL_NBYTES = 4 << 20
 holds, some hundred KiB, and what is offered beyond that costs it as much as what is moved."""
 _CALLS = 4
 """System calls of one turn."""
+_NEAR_NBYTES = 1 << 20
+"""Of the buffer for what a host sends to itself, of which the kernel grants twice as much if it may: what is on its way
+is then still in a cache when it is read. Measured with 189 MB, the sender took 60 ms of a processor, and 100 with the
+4 MB that the kernel lets it grow to. To another host the path decides, and the kernel."""
 _AWAITED_NBYTES = 512 << 10
 """Of a long message, the kernel wakes a reader for so much at once. Woken for each segment it took 65 ms of a processor
 for 189 MB over loopback, so 45; one raw stream 42."""
@@ -42,6 +47,8 @@ class Link:
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self.sock = sock
+        if not is_connecting:
+            _keep_near(sock)
         self.ends = ends
         self._max_window = min(_PIECES, ends.window or _PIECES)
         self.is_connecting = is_connecting
@@ -95,6 +102,7 @@ class Link:
     def finish_connecting(self) -> None:
         """Raises OSError if the connection did not come about."""
         _raise_pending(self.sock)
+        _keep_near(self.sock)
         self.is_connecting = False
 
     def send(self) -> int:
@@ -226,6 +234,13 @@ def _advance(pieces: deque[memoryview], nbytes: int) -> None:
             pieces.appendleft(first[nbytes:])
             return
         nbytes -= first.nbytes
+
+
+def _keep_near(sock: socket.socket) -> None:
+    """To this host itself: a small buffer. Raises nothing: a connection that has ended is noticed when it is used."""
+    with contextlib.suppress(OSError):
+        if sock.getsockname()[0] == sock.getpeername()[0]:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _NEAR_NBYTES)
 
 
 def _raise_pending(sock: socket.socket) -> None:

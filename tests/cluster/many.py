@@ -94,7 +94,7 @@ def run_many(
 
 
 MAX_PLANTED = 2500
-"""Seeds within which a planted fault must be seen: not half of what the suite runs."""
+"""Seeds within which a planted fault must be seen: a quarter of what the suite runs."""
 
 
 def first_failing(fault: str, num_seeds: int = MAX_PLANTED) -> Outcome | None:

@@ -12,7 +12,7 @@ import pytest
 from tests.cluster.many import run_many
 from tests.cluster.run import explain
 
-NUM_SEEDS = int(os.environ.get("CLUSTER_SEEDS", "6000"))
+NUM_SEEDS = int(os.environ.get("CLUSTER_SEEDS", "10000"))
 FIRST = int(os.environ.get("CLUSTER_FIRST_SEED", "0"))
 HAPPENED = {
     "attach error": 500,
@@ -54,7 +54,7 @@ HAPPENED = {
 
 
 def test_every_request_ends_once_with_the_right_tokens_and_nothing_is_left(capsys: pytest.CaptureFixture[str]) -> None:
-    """6,000 seeds, or CLUSTER_SEEDS from CLUSTER_FIRST_SEED. One again: python -m tests.cluster --seed N --trace."""
+    """10,000 seeds, or CLUSTER_SEEDS from CLUSTER_FIRST_SEED. One again: python -m tests.cluster --seed N --trace."""
     tally = run_many(range(FIRST, FIRST + NUM_SEEDS))
     with capsys.disabled():
         sys.stdout.write(f"\nseeds {FIRST} to {FIRST + NUM_SEEDS - 1}: {tally.told()}\n")

@@ -139,7 +139,10 @@ def test_kill_9_of_both_ends_leaves_nothing_behind(net: Net, spawn: Spawn) -> No
     assert one.ask("write", "other", 0, 0, MIB) == ["JobDone"]
     one.kill()
     other.kill()
-    assert ours_in_shm() == before
+    deadline = time.monotonic() + 3  # a library's names in another process come and go
+    while not ours_in_shm() <= before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert ours_in_shm() <= before
 
 
 def test_a_peer_restarted_at_the_same_address_is_not_taken_for_its_predecessor(net: Net, spawn: Spawn) -> None:
