@@ -7,7 +7,7 @@
 SHELL := /bin/bash
 BIN := .venv/bin
 STAMP := .venv/installed
-JOBS := $(shell n=$$(nproc); echo $$((n > 4 ? 4 : n)))
+JOBS := $(shell n=$$(env -u OMP_NUM_THREADS nproc); echo $$((n > 4 ? 4 : n)))
 PYTHON ?= $(firstword $(foreach name,python3 python3.14 python3.13 python3.12 python3.11,$(shell \
 	$(name) -c 'import sys; sys.version_info >= (3, 11) and print("$(name)")' 2>/dev/null)))
 

@@ -24,7 +24,8 @@ _LONGEST = ("equality", "cluster", "kernels", "engine", "bench", "transfer", "ru
 gc.disable()  # until all is imported, and stays: looking for garbage in it takes a quarter of the collection
 
 
-def pytest_collection_finish() -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
     gc.freeze()
     gc.enable()
 

@@ -17,7 +17,8 @@ from pd.transfer.layout import Shard
 from pd.transfer.transport import LayoutMismatch
 
 _GRAIN = 6
-"""A run of layers is cut where that levels at least this part of it: finer pieces cost more than they level."""
+"""A run of layers is cut where that levels at least a sixth of what each of its holders has to send: finer pieces cost
+more than they level."""
 
 
 class Pair(NamedTuple):
@@ -35,7 +36,7 @@ def pair_up(src: Sequence[Shard], dst: Sequence[Shard]) -> tuple[Pair, ...]:
     Where R source ranks hold what W destinations want, the W copies lie end to end and are cut into R stretches, longer
     ones for sources that have less to send so far. With equal sources and W a multiple of R that is the usual formula:
     the i-th goes to holder i·R // W. In the end no source has more to send than another that holds some of the same,
-    but for a quarter of a copy. Raises LayoutMismatch naming a part that no source holds.
+    but for a third of a copy, or two layers. Raises LayoutMismatch naming a part that no source holds.
     """
     runs = _runs(src, dst)
     load = [0] * len(src)  # layers × heads given to each source so far
@@ -91,7 +92,7 @@ class _Run:
         for i, (busy, dst, layers) in enumerate(self.parts):
             least = min(self.held_by, key=load.__getitem__)
             num = min(len(layers), (load[busy] - load[least]) // 2)
-            if num < max(1, self.grain):
+            if num < 1 or num < min(self.grain, len(layers)):  # a whole part is handed over without a cut
                 continue
             load[busy] -= num
             load[least] += num

@@ -54,8 +54,7 @@ class TcpLimits:
     connect_s: float = 5.0
     """From the first packet to the peer's welcome on every lane."""
     stall_s: float = 10.0
-    """Without progress while jobs are on their way (what is read counts by up to 512 KiB at once); the peer then gets
-    `connect_s` to come back."""
+    """Without one byte of progress while jobs are on their way; the peer then gets `connect_s` to come back."""
     max_jobs: int = 4096
     """Waiting for one peer; more are refused."""
     max_inbound: int = 1024

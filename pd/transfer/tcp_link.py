@@ -8,7 +8,6 @@ Rules
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import selectors
@@ -27,12 +26,14 @@ holds, some hundred KiB, and what is offered beyond that costs it as much as wha
 _CALLS = 4
 """System calls of one turn."""
 _NEAR_NBYTES = 1 << 20
-"""Of the buffer for what a host sends to itself, of which the kernel grants twice as much if it may: what is on its way
-is then still in a cache when it is read. Measured with 189 MB, the sender took 60 ms of a processor, and 100 with the
-4 MB that the kernel lets it grow to. To another host the path decides, and the kernel."""
+"""Of the buffer for what a host sends to itself, of which the kernel grants twice as much if net.core.wmem_max lets it
+(twice that, if it is less, was neither faster nor slower than none): what is on its way is then still in a cache when
+it is read. Measured with 189 MB, the sender took 60 ms of a processor, and 100 with the 4 MB that the kernel lets it
+grow to. To another host the path decides, and the kernel."""
 _AWAITED_NBYTES = 512 << 10
-"""Of a long message, the kernel wakes a reader for so much at once. Woken for each segment it took 65 ms of a processor
-for 189 MB over loopback, so 45; one raw stream 42."""
+"""Of a long message from this host itself, the kernel wakes a reader for so much at once. Woken for each segment it
+took 65 ms of a processor for 189 MB, so 45; one raw stream 42. From other hosts it is left to the kernel: there a
+path's window begins small, and kernels before 5.12 could wait for more than their memory had room for."""
 
 
 class Link:
@@ -47,8 +48,7 @@ class Link:
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self.sock = sock
-        if not is_connecting:
-            _keep_near(sock)
+        self.is_near = not is_connecting and _kept_near(sock)
         self.ends = ends
         self._max_window = min(_PIECES, ends.window or _PIECES)
         self.is_connecting = is_connecting
@@ -90,6 +90,8 @@ class Link:
 
     def await_much(self) -> None:
         """Have the kernel call no sooner than it is worth it, nor later than when all that is expected is there."""
+        if not self.is_near:
+            return
         num = min(self._num_wanted, _AWAITED_NBYTES)
         if num != self._num_awaited and num:
             self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num)
@@ -102,7 +104,7 @@ class Link:
     def finish_connecting(self) -> None:
         """Raises OSError if the connection did not come about."""
         _raise_pending(self.sock)
-        _keep_near(self.sock)
+        self.is_near = _kept_near(self.sock)
         self.is_connecting = False
 
     def send(self) -> int:
@@ -236,11 +238,15 @@ def _advance(pieces: deque[memoryview], nbytes: int) -> None:
         nbytes -= first.nbytes
 
 
-def _keep_near(sock: socket.socket) -> None:
-    """To this host itself: a small buffer. Raises nothing: a connection that has ended is noticed when it is used."""
-    with contextlib.suppress(OSError):
-        if sock.getsockname()[0] == sock.getpeername()[0]:
+def _kept_near(sock: socket.socket) -> bool:
+    """Whether it leads to this host itself, and then has a small buffer."""
+    try:
+        is_near = bool(sock.getsockname()[0] == sock.getpeername()[0])
+        if is_near:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _NEAR_NBYTES)
+    except OSError:  # a connection that has ended is noticed when it is used
+        return False
+    return is_near
 
 
 def _raise_pending(sock: socket.socket) -> None:

@@ -19,7 +19,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=1000, help="run so many")
     parser.add_argument("--first", type=int, default=0, help="begin with this one")
     parser.add_argument("--processes", type=int, help="run in so many; by default in one a core")
-    parser.add_argument("--planted", metavar="WORDS", nargs="?", const="", help="how soon each planted fault is seen")
+    parser.add_argument("--planted", metavar="WORDS", nargs="?", const="", help="which seed shows each planted fault")
     parser.add_argument("--trace", action="store_true", help="with --seed: print everything that happened")
     given = parser.parse_args()
     profile = Profile(given.profile) if given.profile else None

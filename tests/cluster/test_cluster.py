@@ -13,6 +13,8 @@ from tests.cluster.many import run_many
 from tests.cluster.run import explain
 
 NUM_SEEDS = int(os.environ.get("CLUSTER_SEEDS", "10000"))
+MANY = 1000
+"""Seeds of which something can be said beyond that none failed."""
 FIRST = int(os.environ.get("CLUSTER_FIRST_SEED", "0"))
 HAPPENED = {
     "attach error": 500,
@@ -60,6 +62,8 @@ def test_every_request_ends_once_with_the_right_tokens_and_nothing_is_left(capsy
         sys.stdout.write(f"\nseeds {FIRST} to {FIRST + NUM_SEEDS - 1}: {tally.told()}\n")
     if tally.failed:
         pytest.fail(explain(tally.failed[0]), pytrace=False)
+    if NUM_SEEDS < MANY:
+        return
     share = NUM_SEEDS / 10_000
     rare = {what: tally.happened[what] for what, least in HAPPENED.items() if tally.happened[what] < least * share}
     assert not rare, f"too rare: {rare}"

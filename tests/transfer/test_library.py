@@ -194,8 +194,8 @@ def test_mooncake_says_warnings_and_errors_unless_the_user_asks_for_more() -> No
         assert ran.returncode == 0, ran.stderr
         return set(re.findall(r"^([IWE])\d{4} \d\d:", ran.stderr, re.MULTILINE))
 
-    assert said() == {"W", "E"}
-    assert said(MC_LOG_LEVEL="INFO") == {"I", "W", "E"}
+    assert "I" not in said()
+    assert "I" in said(MC_LOG_LEVEL="INFO")
 
 
 @pytest.mark.skipif(why_absent("nixl") is not None, reason=str(why_absent("nixl")))
