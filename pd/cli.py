@@ -5,6 +5,7 @@ What a command needs is imported when it runs, so that help comes at once.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -29,13 +30,22 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 """Without Rich's markup: its help takes 0.2 s more, which is what all the rest of `pd --help` takes."""
 
 
+_NO_FAREWELL = {"nixl", "mooncake"}
+"""With the vendors' verbs libraries loaded, UCX crashes in the interpreter's own farewell, and the status were that."""
+
+
 def main() -> None:
     """Run the command in sys.argv and exit."""
     arguments = _with_empty_spec(sys.argv[1:])
     if "--help" in arguments or _is_group(arguments):
         typer.echo(help_text(arguments))
         sys.exit(0)
-    sys.exit(_run(arguments))
+    status = _run(arguments)
+    if _NO_FAREWELL & sys.modules.keys():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
 
 
 def help_text(arguments: list[str]) -> str:

@@ -7,7 +7,6 @@ and one line at the end.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from functools import partial
 
@@ -63,15 +62,7 @@ def _transfer(options: TransferOptions) -> Callable[[], int]:
     """Time a request's KV from prefill ranks to decode ranks in another process, beside what no copy beats."""
     from pd.bench.transfer import transfer
 
-    return partial(_without_farewell, partial(transfer, options))
-
-
-def _without_farewell(run: Callable[[], int]) -> int:
-    """With the vendors' verbs libraries loaded, UCX crashes in the interpreter's own farewell."""
-    status = run()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+    return partial(transfer, options)
 
 
 def _chaos(options: ChaosOptions) -> Callable[[], int]:

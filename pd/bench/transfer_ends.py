@@ -10,7 +10,7 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -39,6 +39,7 @@ class Order(msgspec.Struct, frozen=True):
 class Answer(msgspec.Struct, frozen=True):
     endpoints: list[bytes]
     limit: OtherEnd
+    error: str = ""  # why there are none
 
 
 class Moved(NamedTuple):
@@ -120,7 +121,10 @@ class Meeting:
         line = self._child.stdout.readline()
         if not line:
             raise TransferError("the process of the destination ranks ended; its last words are above")
-        return msgspec.json.decode(line, type=Answer)
+        answer = msgspec.json.decode(line, type=Answer)
+        if answer.error:
+            raise TransferError(answer.error)
+        return answer
 
 
 def start_rank(backend: str, me: str, nbytes: int, params: Mapping[str, str]) -> Transport:
@@ -154,15 +158,25 @@ def main() -> None:
     voice = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints goes to the terminal, not among our answers
     order = msgspec.json.decode(sys.stdin.buffer.readline(), type=Order)
-    ranks = [start_rank(order.backend, f"dst{i}", nbytes, order.params) for i, nbytes in enumerate(order.pools)]
-    with serve_limit(order.backend, order.limit, order.params) as limit:
-        answer = Answer([rank.endpoint() for rank in ranks], limit)
+
+    def say(answer: Answer) -> None:
         voice.write(msgspec.json.encode(answer) + b"\n")
         voice.flush()
+
+    try:
+        _serve(order, say)
+    except TransferError as error:
+        say(Answer([], OtherEnd(), str(error)))
+    os._exit(0)  # with the vendors' verbs libraries loaded, UCX crashes in the interpreter's own farewell
+
+
+def _serve(order: Order, say: Callable[[Answer], None]) -> None:
+    ranks = [start_rank(order.backend, f"dst{i}", nbytes, order.params) for i, nbytes in enumerate(order.pools)]
+    with serve_limit(order.backend, order.limit, order.params) as limit:
+        say(Answer([rank.endpoint() for rank in ranks], limit))
         sys.stdin.buffer.read()
     for rank in ranks:
         rank.close()
-    os._exit(0)  # with the vendors' verbs libraries loaded, UCX crashes in the interpreter's own farewell
 
 
 if __name__ == "__main__":

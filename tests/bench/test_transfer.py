@@ -55,6 +55,12 @@ def test_all_faults_are_told_at_once() -> None:
     ]
 
 
+def test_what_the_other_process_refuses_is_told_here(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match="^shm: shm has no parameter x=1$"):
+        transfer(TransferOptions(backend="shm", prefill_tp="1", decode_tp="1", tokens="16", transfer_param=["x=1"]))
+    assert "Traceback" not in capfd.readouterr().err
+
+
 def test_a_shape_is_read_from_its_sizes() -> None:
     shape = read_shape("kv-heads=2, layers=3,heads=5,head-dim=16")
     assert (shape.num_query_heads, shape.layout.num_kv_heads, shape.layout.num_layers) == (5, 2, 3)

@@ -88,6 +88,20 @@ def test_wrong_use_is_one_error_one_hint_and_status_2(arguments: list[str], erro
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(("library", "said"), [("json", "farewell"), ("nixl", ""), ("mooncake", "")])
+def test_a_command_that_used_a_library_which_crashes_in_the_farewell_ends_without(library: str, said: str) -> None:
+    """Wrong use, too, which is told after the libraries that are here were looked for."""
+    script = (
+        "import atexit, json, sys; atexit.register(sys.stdout.write, 'farewell')\n"
+        f"sys.modules.setdefault({library!r}, json)\n"
+        "sys.argv = ['pd', 'bench', 'transfer', '--backend', 'shm', '--prefill-tp', 'x']\n"
+        "from pd.cli import main; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (2, said)
+    assert done.stderr.startswith("error: --prefill-tp is 'x': 'x' is no whole number")
+
+
 def test_a_taken_port_is_told_before_anything_starts() -> None:
     import socket
 
