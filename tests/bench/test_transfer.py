@@ -56,7 +56,7 @@ def test_all_faults_are_told_at_once() -> None:
 
 
 def test_what_the_other_process_refuses_is_told_here(capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ConfigError, match="^shm: shm has no parameter x=1$"):
+    with pytest.raises(ConfigError, match=r"^shm: shm has no parameter x=1$"):
         transfer(TransferOptions(backend="shm", prefill_tp="1", decode_tp="1", tokens="16", transfer_param=["x=1"]))
     assert "Traceback" not in capfd.readouterr().err
 
