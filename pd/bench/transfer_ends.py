@@ -39,7 +39,8 @@ class Order(msgspec.Struct, frozen=True):
 class Answer(msgspec.Struct, frozen=True):
     endpoints: list[bytes]
     limit: OtherEnd
-    error: str = ""  # why there are none
+    error: str = ""  # why there are none, and what mends it
+    hint: str = ""
 
 
 class Moved(NamedTuple):
@@ -123,7 +124,7 @@ class Meeting:
             raise TransferError("the process of the destination ranks ended; its last words are above")
         answer = msgspec.json.decode(line, type=Answer)
         if answer.error:
-            raise TransferError(answer.error)
+            raise TransferError(answer.error, hint=answer.hint)
         return answer
 
 
@@ -166,7 +167,7 @@ def main() -> None:
     try:
         _serve(order, say)
     except TransferError as error:
-        say(Answer([], OtherEnd(), str(error)))
+        say(Answer([], OtherEnd(), str(error), error.hint))
     os._exit(0)  # with the vendors' verbs libraries loaded, UCX crashes in the interpreter's own farewell
 
 

@@ -22,6 +22,7 @@ from pd.transfer.transport import TransferError
 
 _WRITE_S = 60.0
 _TOLD_S = 50e-3
+"""Longest between two looks at a write whose end is told."""
 
 
 class OtherEnd(msgspec.Struct, frozen=True):

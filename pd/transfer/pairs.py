@@ -9,7 +9,7 @@ Rules
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -48,7 +48,7 @@ def pair_up(src: Sequence[Shard], dst: Sequence[Shard]) -> tuple[Pair, ...]:
     for run in runs:
         for s, d, layers in run.parts:
             given.setdefault((s, d), []).append((run.head, layers))
-    return tuple(Pair(s, d, *box) for (s, d), parts in sorted(given.items()) for box in _boxes(parts))
+    return tuple(Pair(s, d, *box) for (s, d), parts in sorted(given.items()) for box in boxes(parts))
 
 
 class _Part(NamedTuple):
@@ -140,18 +140,19 @@ def _levelled(loads: Sequence[int], amount: int) -> list[float]:
     return [max(0.0, level - load) for load in loads]
 
 
-def _boxes(parts: list[tuple[int, range]]) -> Iterator[tuple[range, range]]:
-    """Join neighbouring layers of a head, then neighbouring heads alike in layers: (layers, heads)."""
+def boxes(parts: Iterable[tuple[int, range]]) -> Iterator[tuple[range, range]]:
+    """Of heads with some layers each, none twice: neighbouring layers of a head are joined, then neighbouring heads
+    that are alike in layers. (layers, heads)."""
     joined: list[tuple[int, range]] = []
     for head, layers in sorted(parts, key=lambda part: (part[0], part[1].start)):
         if joined and joined[-1][0] == head and joined[-1][1].stop == layers.start:
             joined[-1] = (head, range(joined[-1][1].start, layers.stop))
         else:
             joined.append((head, layers))
-    boxes: list[tuple[range, range]] = []
+    found: list[tuple[range, range]] = []
     for head, layers in sorted(joined, key=lambda part: (part[1].start, part[1].stop, part[0])):
-        if boxes and boxes[-1][0] == layers and boxes[-1][1].stop == head:
-            boxes[-1] = (layers, range(boxes[-1][1].start, head + 1))
+        if found and found[-1][0] == layers and found[-1][1].stop == head:
+            found[-1] = (layers, range(found[-1][1].start, head + 1))
         else:
-            boxes.append((layers, range(head, head + 1)))
-    yield from boxes
+            found.append((layers, range(head, head + 1)))
+    yield from found

@@ -12,8 +12,10 @@ from pd.runtime.core.ranks import DIGESTS
 from pd.runtime.roles import checking
 from pd.runtime.wire.plans import Digest, WriteDone, WriteJob
 from pd.transfer import native
-from pd.transfer.layout import DEFAULT_ORDER, KVLayout, strides
+from pd.transfer.layout import DEFAULT_ORDER, KVKind, KVLayout, pool_nbytes, strides, tp_shards
 from pd.transfer.memory import MemoryHub
+from pd.transfer.packed import End
+from pd.transfer.pairs import pair_up
 from pd.transfer.reshard import DTYPES
 from tests.runtime.test_packing import LAYERS_FIRST, NUM_PAGES, Side, move_all
 
@@ -76,6 +78,18 @@ def flip_a_bit(rng: random.Random, side: Side, rank: int, page: int) -> None:
     layer, head = rng.randrange(len(shard.layers)), rng.randrange(len(shard.heads))
     at = s.offset(page=page, head=head, layer=layer, token=0) + rng.randrange(s.num_dims) * s.dim
     side.regions[rank][at + rng.randrange(layout.itemsize)] ^= 1 << rng.randrange(8)
+
+
+def test_what_is_sent_to_several_is_looked_at_once() -> None:
+    """A latent of 30 layers from four ranks to six: all of it to one, and half to another."""
+    layout = KVLayout(30, 1, 8, 4, "float32", kind=KVKind.MLA)
+    src, dst = tp_shards(layout, 12, 4, 2), tp_shards(layout, 12, 6, 2)
+    region = torch.zeros(pool_nbytes(layout, src[0]), dtype=torch.uint8)
+    for rank, shard in enumerate(src):
+        pairs = [pair for pair in pair_up(src, dst) if pair.src == rank]
+        counted = checking.Checker(region, End(layout, shard)).of_sent(pairs, "float32")
+        assert sorted((len(each.digester.box.layers), each.num_times) for each in counted) == [(15, 1), (15, 2)]
+        assert {layer for each in counted for layer in each.digester.box.layers} == set(range(30))
 
 
 def test_a_digest_of_much_is_made_in_turns_so_that_others_are_looked_after(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from torch import Tensor
 from pd.runtime.wire.plans import WriteJob
 from pd.transfer.digest import Digester, total, whole
 from pd.transfer.packed import End
-from pd.transfer.pairs import Pair
+from pd.transfer.pairs import Pair, boxes
 
 TURN_S = 0.004
 """Then the I/O thread looks after its messages and transfers."""
@@ -54,11 +54,13 @@ class Checker:
         return (Counted(Digester(self.region, self.own, whole(self.own), self.own.layout.dtype), 1),)
 
     def of_sent(self, pairs: Sequence[Pair], dtype: str) -> tuple[Counted, ...]:
-        """What this rank sends by these pairs, in the dtype that arrives."""
-        boxes: dict[tuple[range, range], list[Pair]] = {}
-        for pair in pairs:
-            boxes.setdefault((pair.layers, pair.heads), []).append(pair)
-        return tuple(Counted(Digester(self.region, self.own, alike[0], dtype), len(alike)) for alike in boxes.values())
+        """What this rank sends by these pairs, in the dtype that arrives; what goes to several is looked at once."""
+        times = Counter((head, layer) for pair in pairs for head in pair.heads for layer in pair.layers)
+        return tuple(
+            Counted(Digester(self.region, self.own, pairs[0]._replace(layers=layers, heads=heads), dtype), num_times)
+            for num_times in sorted(set(times.values()))
+            for layers, heads in boxes((h, range(n, n + 1)) for (h, n), num in times.items() if num == num_times)
+        )
 
     def give(self, number: int, job: WriteJob, pages: Sequence[int], *, of: Sequence[Counted]) -> None:
         """Have the digest of the job's tokens made, which are on `pages` here. `turn` tells it under that number."""
