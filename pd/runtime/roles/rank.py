@@ -10,6 +10,11 @@ Run as `python -m pd.runtime.roles.rank` with a RankConfig as JSON on standard i
 
 from __future__ import annotations
 
+import gc
+
+if __name__ == "__main__":
+    gc.disable()  # while all is imported: looking for garbage in what torch makes is a quarter of a rank's start
+
 import logging
 import os
 import queue
@@ -321,6 +326,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    gc.freeze()  # what is imported stays: no collection looks through it between two steps either
+    gc.enable()
     status = main()
     logging.shutdown()
     os._exit(status)  # everything of ours is closed; torch's own farewell takes over a second of CPU
