@@ -1,4 +1,4 @@
-"""`pd bench transfer`: a request's KV from prefill ranks to decode ranks in another process, beside what no copy beats.
+"""`pd bench transfer`: a request's KV from prefill ranks to decode ranks, a process each, beside what no copy beats.
 
 Rules
 1. A line and its limit take turns, and the best of each counts, since others use the machine too; percentiles of all
@@ -20,7 +20,7 @@ from pd.bench import specs
 from pd.bench.environment import environment, in_words
 from pd.bench.lines import FORMAT, Lines, written
 from pd.bench.shapes import ModelShape, read_shape
-from pd.bench.transfer_ends import Meeting, Moved
+from pd.bench.transfer_ends import Meeting
 from pd.bench.transfer_options import TransferOptions
 from pd.runtime.config import ConfigError
 from pd.transfer.choose import NAMES, make_transport
@@ -140,7 +140,7 @@ def _measure(work: _Work, backend: str, tps: tuple[int, int], file: Lines) -> li
             line = Line(backend, tps, num_tokens, meeting.limit.name, first.num_spans, first.nbytes)
             until = time.monotonic() + work.seconds
             while time.monotonic() < until or len(line.seconds) < _MIN_ROUNDS:
-                moved: Moved = meeting.move(num_tokens)
+                moved = meeting.move(num_tokens)
                 line.seconds.append(moved.seconds)
                 line.limits.append(meeting.limit.seconds(moved.nbytes))
             file.put(
