@@ -161,7 +161,7 @@ class RouterConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankConfig:
-    """What a leader hands each of its ranks at birth, as JSON on standard input."""
+    """What each of an instance's ranks is told at birth."""
 
     rank: int
     instance: InstanceConfig

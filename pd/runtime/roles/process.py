@@ -12,7 +12,7 @@ import uuid
 from types import FrameType
 from urllib.parse import urlsplit
 
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _LIBC = ctypes.CDLL(None, use_errno=True)  # before any fork: a child may not load it
 
 
@@ -32,6 +32,11 @@ def die_with(parent: int, *, by: signal.Signals = signal.SIGKILL) -> None:
     _LIBC.prctl(_PR_SET_PDEATHSIG, by)
     if os.getppid() != parent:
         os._exit(1)  # it ended before we could ask
+
+
+def adopt_orphans() -> None:
+    """From now on a process whose parent ends, and that descends from this one, is this one's child. Linux only."""
+    _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def new_epoch() -> str:

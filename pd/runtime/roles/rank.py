@@ -5,7 +5,7 @@
                       └──► Mover ──► Transport ──► the peer's pool
 
 Two threads, because a chunk of prefill may take a second, and the end of another request's transfer must not wait.
-Run as `python -m pd.runtime.roles.rank` with a RankConfig as JSON on standard input.
+Run by the leader as `python -m pd.runtime.roles.rank`, once for all its ranks: brood.py forks them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ import time
 from collections import deque
 from typing import NamedTuple
 
-import msgspec
 import torch
 import zmq
 
@@ -36,10 +35,11 @@ from pd.runtime.engine.kv_pool import staging_base
 from pd.runtime.engine.room import out_of_memory
 from pd.runtime.engine.runner import Launched
 from pd.runtime.keys import derived, read_cluster_key
+from pd.runtime.roles.brood import be_born
 from pd.runtime.roles.checking import Checker
 from pd.runtime.roles.mover import Mover, rank_name
 from pd.runtime.roles.packing import Packer
-from pd.runtime.roles.process import die_with, reachable_host, setup_logging
+from pd.runtime.roles.process import reachable_host, setup_logging
 from pd.runtime.roles.streaming import Arrivals, Grouped, Streamer, layer_groups
 from pd.runtime.wire.link import Spoke
 from pd.runtime.wire.plans import (
@@ -295,10 +295,9 @@ def _transport(config: RankConfig) -> Transport:
     return transport
 
 
-def main() -> int:
-    config = msgspec.json.decode(sys.stdin.buffer.read(), type=RankConfig)
-    die_with(config.parent)
+def main(config: RankConfig) -> int:
     setup_logging(f"{config.instance.name}/{config.rank}")
+    torch.set_num_threads(config.instance.device.threads or len(os.sched_getaffinity(0)))
     with zmq.Context[zmq.Socket[bytes]]() as context:
         link = Spoke(context, config.leader, me=Peer(str(config.rank), ""), hub=LEADER, queue=True)
         outbox = Outbox()
@@ -328,6 +327,6 @@ def main() -> int:
 if __name__ == "__main__":
     gc.freeze()  # what is imported stays: no collection looks through it between two steps either
     gc.enable()
-    status = main()
+    status = main(be_born(int(sys.argv[1])))
     logging.shutdown()
     os._exit(status)  # everything of ours is closed; torch's own farewell takes over a second of CPU

@@ -1,22 +1,21 @@
-"""A leader's ranks: their processes, the link to them, and what they say until all are ready. Imports no torch."""
+"""A leader's ranks: the link to them, and what they say until all are ready. Imports no torch."""
 
 from __future__ import annotations
 
 import logging
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-import msgspec
 import zmq
 
 from pd.runtime.config import ConfigError, InstanceConfig, RankConfig
 from pd.runtime.core.events import Peer
 from pd.runtime.core.pulse import SILENT_S, Pulse
+from pd.runtime.roles.brood import Brood, Ended
 from pd.runtime.roles.process import StopSignals
 from pd.runtime.wire.link import Hub
 from pd.runtime.wire.messages import AnyMessage
@@ -37,6 +36,8 @@ _ENVIRONMENT = {
     "OMP_WAIT_POLICY": "PASSIVE",
     "MALLOC_MMAP_THRESHOLD_": str(4 << 30),
     "MALLOC_TRIM_THRESHOLD_": str(8 << 30),
+    # numpy's: a rank multiplies no matrices by it, and it would start threads in the process that is forked.
+    "OPENBLAS_NUM_THREADS": "1",
 }
 
 
@@ -56,20 +57,14 @@ class Ranks:
         self.hub = Hub(context, f"ipc://{self._folder.name}/leader")
         self._peers = tuple(Peer(str(rank), "") for rank in range(config.device.tp))
         self._pulse = Pulse(config.device.tp, time.monotonic())
-        self._processes = [self._spawn(config, rank, epoch, checkpoint) for rank in range(config.device.tp)]
+        self._brood = self._start(config, epoch, checkpoint)
 
     def __enter__(self) -> Ranks:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.broadcast(Quit())
-        deadline = time.monotonic() + _QUIT_S
-        for process in self._processes:
-            try:
-                process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        self._brood.end(time.monotonic() + _QUIT_S)
         self.hub.close()
         self._folder.cleanup()
 
@@ -90,9 +85,11 @@ class Ranks:
         self._check_ended()
 
     def _check_ended(self) -> None:
-        for rank, process in enumerate(self._processes):
-            if (status := process.poll()) is not None:
-                raise RanksLost(f"rank {rank} {_how_it_ended(status)}")
+        try:
+            self._brood.check()
+        except Ended as ended:
+            who = "the process that imports for all ranks" if ended.rank is None else f"rank {ended.rank}"
+            raise RanksLost(f"{who} {_how_it_ended(ended.status)}") from None
 
     def wait_ready(self, stop: StopSignals) -> tuple[RankReady, ...] | None:
         """Wait until every rank has its weights and pool. None: told to stop. Raises ConfigError or RanksLost."""
@@ -117,11 +114,11 @@ class Ranks:
         self.broadcast(Group(tuple(answer.shard for answer in answers)))
         return answers
 
-    def _spawn(self, config: InstanceConfig, rank: int, epoch: str, checkpoint: Path) -> subprocess.Popen[bytes]:
-        cores = rank_cores(config, rank)
-        threads = config.device.threads or len(cores)
-        born = RankConfig(
-            rank=rank,
+    def _start(self, config: InstanceConfig, epoch: str, checkpoint: Path) -> Brood:
+        cores = [rank_cores(config, rank) for rank in range(config.device.tp)]
+        threads = config.device.threads or max(map(len, cores))  # a rank with fewer cores says so itself
+        first = RankConfig(
+            rank=0,
             instance=config,
             epoch=epoch,
             leader=self.hub.address,
@@ -129,22 +126,9 @@ class Ranks:
             checkpoint=str(checkpoint),
             parent=os.getpid(),
         )
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "pd.runtime.roles.rank"],
-            stdin=subprocess.PIPE,
-            preexec_fn=_leave_interrupts_to_us,
-            env=_ENVIRONMENT | os.environ | {"OMP_NUM_THREADS": str(threads)},
-        )
-        os.sched_setaffinity(process.pid, cores)
-        assert process.stdin is not None
-        process.stdin.write(msgspec.json.encode(born))
-        process.stdin.close()
-        return process
-
-
-def _leave_interrupts_to_us() -> None:
-    """In the child: a Ctrl-C in the terminal reaches it too, and it may still be importing torch."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+        environment = _ENVIRONMENT | os.environ | {"OMP_NUM_THREADS": str(threads)}
+        command = (sys.executable, "-P", "-m", "pd.runtime.roles.rank")
+        return Brood(first, cores, command=command, environment=environment)
 
 
 class _Progress:
