@@ -311,6 +311,8 @@ def as_arguments(options: SharedOptions) -> list[str]:
         flag = "--" + entry.name.replace("_", "-")
         if value is True:
             arguments.append(flag)
+        elif isinstance(value, list):
+            arguments += [f"{flag}={one}" for one in value]
         elif value != entry.default:
             arguments.append(f"{flag}={value}")  # in one word, so that a value may begin with a dash
     return arguments

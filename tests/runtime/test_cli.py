@@ -397,6 +397,10 @@ def test_a_childs_command_line_gives_its_options_back(seed: int) -> None:
         cores=chance.choice([None, str(ALLOWED[0])]),
         no_prefix_cache=chance.choice([True, False]),
         kv_memory=chance.choice([None, "0.5"]),
+        transfer_devices=chance.choice([None, "mlx5_0:1,mlx5_1:1"]),
+        transfer_param=chance.choice([None, ["protocol=rdma"], ["backend=UCX", "engine_config=TLS=tcp,A=b c"]]),
+        stream_layers=chance.choice([None, 2]),
+        verify_kv=chance.choice([True, False]),
     )
     got: list[LaunchOptions] = []
 
