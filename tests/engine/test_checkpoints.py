@@ -286,6 +286,23 @@ def test_fingerprint_tells_models_apart(checkpoint: Path, tmp_path: Path) -> Non
     assert build_engine(rank_config(other)).card.fingerprint != ours
 
 
+@pytest.mark.parametrize("seed", [1, 2])
+def test_fingerprint_tells_revisions_apart_and_not_how_files_are_cut(tmp_path: Path, seed: int) -> None:
+    first, revised = (make_tiny("llama", tmp_path / name, seed=s) for name, s in (("first", 0), ("revised", seed)))
+    ours = open_checkpoint(first).fingerprint("")
+    assert open_checkpoint(revised).fingerprint("") != ours
+    tensors = load_file(first / "model.safetensors")
+    changed = sorted(tensors)[seed]
+    parts = [{name: tensors[name] for name in sorted(tensors)[i::2]} for i in (1, 0)]
+    for folder, adds in (("cut", 0.0), ("merged", 0.01)):
+        (tmp_path / folder).mkdir()
+        for i, part in enumerate(parts):
+            told = {name: tensor + adds * (name == changed) for name, tensor in part.items()}
+            save_file(told, tmp_path / folder / f"{i}.safetensors")
+    assert open_checkpoint(tmp_path / "cut").fingerprint("") == ours
+    assert open_checkpoint(tmp_path / "merged").fingerprint("") != ours, f"{changed} differs"
+
+
 def test_half_precision_checkpoint_runs_in_bfloat16_on_cpu(tmp_path: Path) -> None:
     engine = build_engine(rank_config(make_tiny("llama", tmp_path, dtype=torch.float16)))
     assert engine.layout.dtype == "bfloat16"

@@ -95,7 +95,7 @@ class ModelCard(Value, frozen=True):
     """What two instances must agree on."""
 
     name: str  # as clients say it
-    fingerprint: str  # hash of config and weights' names, shapes and sizes
+    fingerprint: str  # hash of config, of the weights' names and shapes, and of a sample of each
     vocab_size: int
     max_model_len: int  # tokens of prompt + answer this instance takes: the model's limit, or its pool's
     dtype: str = ""  # that it computes in; its KV's is the layout's
