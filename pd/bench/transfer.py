@@ -4,7 +4,8 @@ Rules
 1. A line and its limit take turns, and the best of each counts, since others use the machine too; percentiles of all
    turns stand beside.
 2. Pages are scattered on both sides, so that none merge: the worst that equal page sizes can be.
-3. `x equal` is a line's time a byte over that of equal TP with as many prefill ranks, at as many tokens.
+3. `x p → p` is a line's time a byte over that of equal TP with as many prefill ranks, at as many tokens; `x d → d` with
+   as many decode ranks: of two TP sizes that differ, the side with fewer ranks may be what limits.
 """
 
 from __future__ import annotations
@@ -163,12 +164,12 @@ def _table(lines: list[Line]) -> Table:
     table = Table(box=None, pad_edge=False)
     for heading in ("backend", "tp", "tokens", "pieces", "MB", "best ms", "p50", "p90", "p99", "GB/s", "of limit"):
         table.add_column(heading, justify="left" if heading == "backend" else "right")
-    for heading in ("limit", "x equal", "of largest"):
+    for heading in ("limit", "x p → p", "x d → d", "of largest"):
         table.add_column(heading, justify="left" if heading == "limit" else "right")
     best = {(line.backend, line.tps, line.num_tokens): line for line in lines}
     largest = max((line.num_tokens for line in lines), default=0)
     for line in lines:
-        equal = best.get((line.backend, (line.tps[0], line.tps[0]), line.num_tokens))
+        equal = (best.get((line.backend, (tp, tp), line.num_tokens)) for tp in line.tps)
         table.add_row(
             line.backend,
             f"{line.tps[0]} → {line.tps[1]}",
@@ -180,7 +181,7 @@ def _table(lines: list[Line]) -> Table:
             f"{line.rate / 1e9:.2f}",
             f"{line.share:.2f}",
             line.limit_name,
-            f"{equal.rate / line.rate:.2f}" if equal else "",
+            *(f"{other.rate / line.rate:.2f}" if other else "" for other in equal),
             f"{line.rate / best[line.backend, line.tps, largest].rate:.2f}",
         )
     return table
