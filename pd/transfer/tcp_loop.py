@@ -23,6 +23,9 @@ log = logging.getLogger(__name__)
 _TICK_S = 0.25
 """How late a deadline may be noticed."""
 
+_TELL_EVERY_S = 1.0
+"""A line for each refused connection would let strangers fill a disk."""
+
 _MAX_LANES_OF_ONE = 16
 
 
@@ -43,6 +46,8 @@ class TcpLoop:
         self._orders: deque[Callable[[float], None]] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._is_ending = False
+        self._num_refused = 0
+        self._tell_at = float("-inf")
         self._rests_until: float | None = None  # accepting, after the process ran out of descriptors
         self.mux.selector.register(self._wake, selectors.EVENT_READ)
         self.mux.selector.register(listener, selectors.EVENT_READ)
@@ -94,6 +99,12 @@ class TcpLoop:
         lanes.discard(served)
         if not lanes:
             del self._generations[served.name]
+
+    def refused(self, who: str, reason: str, now: float) -> None:
+        self._num_refused += 1
+        if now >= self._tell_at:
+            self._tell_at = now + _TELL_EVERY_S
+            log.warning("refused a transfer connection of %s (%d so far): %s", who, self._num_refused, reason)
 
     def _run(self) -> None:
         try:
@@ -148,7 +159,7 @@ class TcpLoop:
             self.mux.selector.unregister(self._listener)
             return
         if len(self._served) >= self.limits.max_inbound:
-            log.warning("closed a transfer connection from %s: %d are open", address, len(self._served))
+            self.refused("{}:{}".format(*address[:2]), f"{len(self._served)} are open", now)
             sock.close()
             return
         try:

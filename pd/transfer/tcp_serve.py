@@ -6,7 +6,6 @@ Nothing is believed before the hello's proof is right, nor any entry before all 
 from __future__ import annotations
 
 import hmac
-import logging
 import secrets
 import socket
 from collections.abc import Callable, Iterator, Sequence
@@ -35,8 +34,6 @@ from pd.transfer.tcp_frames import (
 )
 from pd.transfer.tcp_link import Link, Mux
 
-log = logging.getLogger(__name__)
-
 _LINGER_S = 1.0
 """For a refused peer to read why; what it sends meanwhile is thrown away."""
 
@@ -55,12 +52,16 @@ class House(Protocol):
     def forget(self, served: Served) -> None:
         """It is over."""
 
+    def refused(self, who: str, reason: str, now: float) -> None:
+        """One is shown out: count it, and tell a person."""
+
 
 class Served:
     """A `Session`. `deadline` is when to end it unless it got on; None: it may stay."""
 
     def __init__(self, sock: socket.socket, house: House, *, deadline: float) -> None:
         self.link = Link(sock, house.ends(), is_connecting=False, checks_reset=True)
+        self.who = "{}:{}".format(*sock.getpeername()[:2])  # for a person
         self.name: str | None = None  # the initiator's `me`, once admitted
         self.deadline: float | None = deadline
         self._house = house
@@ -85,6 +86,7 @@ class Served:
 
     def misspoke(self, reason: str, now: float) -> None:
         """Say why, take nothing more in, and end soon."""
+        self._house.refused(self.who, reason, now)
         self._house.forget(self)
         self._is_refused = True
         self.deadline = now + _LINGER_S
@@ -113,9 +115,9 @@ class Served:
         if frame.kind is not Kind.PROOF:
             raise FrameError(f"a challenge is answered with a PROOF, not with {frame.kind.name}")
         name = said[HELLO_NBYTES:].decode(errors="replace")
+        self.who = f"{ascii(name)[1:-1]} at {self.who}"  # a stranger's choice: it may hold an end of line
         expected = prove(Prover.INITIATOR, self._house.secret, said, nonce)
         if not hmac.compare_digest(bytes(answer[HEADER_NBYTES:]), expected):
-            log.warning("refused a transfer connection of %s: it proves another secret or cluster key", name)
             raise FrameError("wrong proof: another life of the process, another process, or another cluster key")
         self.name = name
         refusal = self._house.admit(self, hello.generation)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import re
 import socket
 import struct
 import threading
@@ -157,7 +158,7 @@ def test_peers_that_disagree_about_the_clusters_key_are_lost_to_each_other_and_t
         assert not any(end.may_land for end in failed if isinstance(end, JobFailed))
         assert isinstance(lost, PeerLost) and "another cluster key" in lost.reason
         assert view == bytes(NBYTES)
-        assert "refused a transfer connection of a" in caplog.text
+        assert re.search(r"refused a transfer connection of a at \S+ \(1 so far\): wrong proof: ", caplog.text)
     finally:
         a.close()
         b.close()
@@ -237,6 +238,24 @@ def test_nonsense_from_one_who_has_the_secret_touches_nothing_and_ends_it(
     stranger.sock.sendall(frame + b"\x66" * 64)
     assert told in stranger.last_words()
     stranger.sock.close()
+
+
+def test_what_is_refused_is_counted_and_told_once_a_second(victim: Victim, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("first\nerror:", "second", "third"):
+        stranger = Stranger(victim[0].endpoint())
+        stranger.hello(name)
+        stranger.sock.sendall(pack(Frame(Kind.ACK, True, 0, 1, 0)))
+        assert "an initiator does not send ACK" in stranger.last_words()
+        stranger.sock.close()
+    loop = victim[0]._loop
+    assert loop is not None
+    for who, now in (("fourth", 1e12), ("fifth", 1e12 + 0.9), ("sixth", 1e12 + 1.1)):
+        loop.refused(who, "so", now)
+    told = [record.getMessage() for record in caplog.records if "refused" in record.getMessage()]
+    assert re.fullmatch(
+        r"refused a transfer connection of first\\nerror: at \S+ \(1 so far\): an initiator .*", told[0]
+    )
+    assert told[-2:] == [f"refused a transfer connection of {who} so far): so" for who in ("fourth (4", "sixth (6")]
 
 
 def test_a_connection_cut_in_the_middle_of_a_payload_harms_nobody(net: Net) -> None:
