@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -266,3 +267,22 @@ def test_a_peer_of_another_dtype_is_unreachable_by_name_where_all_goes_direct() 
     (answer,) = source.movers[0].attach(sink.order())
     assert isinstance(answer, PeerUnreachable) and "another dtype" in answer.reason
     assert issubclass(LayoutMismatch, TransferError) and isinstance(source.shards[0], Shard)
+
+
+@pytest.mark.parametrize(
+    ("move", "dtype", "told"),
+    [
+        ("direct", "float32", r"KV goes as it lies, to or from d, in pieces of \d+ (bytes|KiB).*"),
+        ("packed", "float32", r"KV is packed: as --move says; to or from d, in pieces of \d+ .*"),
+        ("auto", "bfloat16", r"KV is packed: float32 here, bfloat16 there; to or from d, in pieces of \d+ .*"),
+    ],
+)
+def test_the_way_and_why_it_was_taken_are_told_in_one_line(
+    move: Move, dtype: str, told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    hub = MemoryHub()
+    source = Side(hub, "p", replace(LAYOUT, dtype="float32"), tp=2, move=move)
+    assert source.movers[0].attach(Side(hub, "d", replace(LAYOUT, dtype=dtype), tp=3).order()) == []
+    (line,) = [text for text in caplog.messages if text.startswith(("KV is packed", "KV goes as it lies"))]
+    assert re.fullmatch(told, line), line

@@ -110,7 +110,7 @@ class Mover:
         self._lives[order.peer] = life
         self._owners.update(dict.fromkeys(names, life))
         self._unsaid.update(names)
-        say((*routes, *reads))
+        say(order.peer, (*routes, *reads), self.move)
         self._say_ways()
         return []
 

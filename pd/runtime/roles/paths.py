@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from pd.transfer.layout import KVLayout, Shard
-from pd.transfer.packed import End, Move, PackedWay, choose
+from pd.transfer.packed import End, Move, PackedWay, choose, mean_piece
 from pd.transfer.pairs import Pair
 from pd.transfer.plan import Route
 
@@ -53,13 +54,24 @@ class Paths:
         return choose(Route(*src, *dst, pairs) if is_alike else None, packed, self.move)
 
 
-def say(ways: Ways) -> None:
-    """Log those that are packed."""
-    for _, way in ways:
-        if isinstance(way, PackedWay):
-            ours, theirs = way.ours.layout.dtype, way.theirs.layout.dtype
-            why = "pieces are larger so" if ours == theirs else f"{ours} here, {theirs} there"
-            log.info("KV is packed: %s; pieces of %.0f KiB", why, way.piece_nbytes() / 1024)
+def say(peer: str, ways: Ways, move: Move) -> None:
+    """Log how KV is moved between this rank and the peer's, and why so: a line for each of the two."""
+    packed = [way for _, way in ways if isinstance(way, PackedWay)]
+    direct = [way for _, way in ways if isinstance(way, Route)]
+    if packed:
+        ours, theirs = packed[0].ours.layout.dtype, packed[0].theirs.layout.dtype
+        asked = "as --move says" if move == "packed" else "pieces are larger so"
+        why = asked if ours == theirs else f"{ours} here, {theirs} there"
+        log.info("KV is packed: %s; to or from %s, %s", why, peer, _sizes(way.piece_nbytes() for way in packed))
+    if direct:
+        log.info("KV goes as it lies, to or from %s, %s", peer, _sizes(map(mean_piece, direct)))
+
+
+def _sizes(pieces: Iterable[float]) -> str:
+    """Of pieces on average. A pool of a few pages has none to tell of."""
+    sizes = sorted(f for f in pieces if f < math.inf) or [0.0]
+    least, most = (f"{f:.0f} bytes" if f < 1024 else f"{f / 1024:.0f} KiB" for f in (sizes[0], sizes[-1]))
+    return f"in pieces of {least}" if least == most else f"in pieces of {least} to {most}"
 
 
 def cut(pairs: Iterable[Pair], groups: Iterable[range]) -> Iterator[list[Pair]]:
