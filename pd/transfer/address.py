@@ -7,6 +7,7 @@ import ipaddress
 import socket
 import struct
 
+from pd.transfer.host import rdma_devices
 from pd.transfer.transport import TransferError
 
 _SIOCGIFADDR = 0x8915
@@ -15,7 +16,9 @@ _SIOCGIFADDR = 0x8915
 def numeric_address(host: str, devices: tuple[str, ...], *, backend: str) -> str:
     """Of the one interface in `devices`, else of `host`. Raises TransferError where peers could not use it."""
     if len(devices) > 1:
-        raise TransferError(f"{backend} listens on one network interface, not on {', '.join(devices)}")
+        raise TransferError(
+            f"{backend} listens on one network interface, not on {', '.join(devices)}", hint="name one of them"
+        )
     if devices:
         return _address_of(devices[0])
     try:
@@ -34,5 +37,8 @@ def _address_of(device: str) -> str:
         try:
             answer = fcntl.ioctl(sock, _SIOCGIFADDR, struct.pack("256s", device.encode()[:15]))
         except OSError as error:
-            raise TransferError(f"network interface {device} has no IPv4 address: {error}") from error
+            hint = f"interfaces here: {', '.join(name for _, name in socket.if_nameindex())}"
+            if device.partition(":")[0] in rdma_devices():
+                hint = f"{device} is an RDMA device: --transfer nixl, or mooncake with --transfer-param protocol=rdma"
+            raise TransferError(f"network interface {device} has no IPv4 address: {error}", hint=hint) from error
     return socket.inet_ntoa(answer[20:24])

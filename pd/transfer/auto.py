@@ -81,6 +81,7 @@ class AutoTransport:
         Raises TransferError.
         """
         self.me = me
+        self._devices = devices
         self._outbox = Outbox()
         self.wake_fd = self._outbox.wake_fd
         self._boxes = {name: Outbox(within=self._outbox) for name in ("shm", "tcp", "library")}
@@ -150,7 +151,8 @@ class AutoTransport:
         reason = shm.why_unreachable(known, device)
         if reason is None:
             self._shm.connect(peer, there.shm)
-            chosen = _Peer(there, known, self._shm, "one host")
+            unused = f", so not over {', '.join(self._devices)}" if self._devices else ""
+            chosen = _Peer(there, known, self._shm, f"one host{unused}")
         else:
             self._tcp.connect(peer, there.tcp)
             chosen = self._contend(peer, there, known, reason)

@@ -58,7 +58,10 @@ def make_transport(
 
             _refuse(name, given)
             if devices:
-                raise TransferError(f"shm uses no network devices, so it cannot honour {', '.join(devices)}")
+                raise TransferError(
+                    f"shm uses no network devices, so it cannot honour {', '.join(devices)}",
+                    hint="leave out --transfer-devices, or --transfer tcp",
+                )
             return ShmTransport(me=me)
     raise TransferError(f"no transfer backend is called {name!r}; there are {', '.join(NAMES)}")
 

@@ -28,6 +28,7 @@ from typing import Any
 import msgspec
 
 from pd.transfer.address import numeric_address
+from pd.transfer.host import rdma_devices
 from pd.transfer.library import Copies, LibraryLimits, Memory
 from pd.transfer.library_transport import LibraryTransport
 from pd.transfer.outbox import Outbox
@@ -62,6 +63,8 @@ def mooncake_transport(
     """`devices` are RDMA devices, or for tcp the one interface of this host that peers reach. Raises TransferError."""
     if protocol not in PROTOCOLS:
         raise TransferError(f"mooncake moves bytes by {' or '.join(PROTOCOLS)}, not by {protocol!r}")
+    if protocol == "rdma":
+        _refuse_what_is_not_here(devices)
     address = numeric_address(host, devices if protocol == "tcp" else (), backend="mooncake")
     nics = ",".join(devices) if protocol == "rdma" else ""
     return LibraryTransport(
@@ -70,6 +73,18 @@ def mooncake_transport(
         limits=limits,
         outbox=outbox,
     )
+
+
+def _refuse_what_is_not_here(devices: tuple[str, ...]) -> None:
+    """Mooncake would go over tcp instead, with a warning among its own."""
+    here = rdma_devices()
+    if not here:
+        raise TransferError(
+            "mooncake over rdma: this host has no RDMA device",
+            hint="--transfer-param protocol=tcp, or --transfer tcp; pd doctor --only rdma says what is missing",
+        )
+    if missing := [device for device in devices if device not in here]:
+        raise TransferError(f"mooncake over rdma: no device {', '.join(missing)} here, only {', '.join(here)}")
 
 
 class _Contact(msgspec.Struct, frozen=True, array_like=True, tag="mooncake"):

@@ -157,6 +157,18 @@ def test_auto_takes_shm_on_one_host_and_tcp_beyond_and_says_why() -> None:
     net.close()
 
 
+def test_auto_says_where_a_device_that_it_was_given_is_not_used() -> None:
+    a, b = (AutoTransport(me=me, devices=("lo",)) for me in "ab")
+    for transport in (a, b):
+        transport.allocate(64)
+    a.connect("b", b.endpoint())
+    assert a.describe("b") == "shm (one host, so not over lo)"
+    a.connect("far", foreign(b.endpoint(), boot_id="elsewhere"))
+    assert (a.describe("far") or "").startswith("tcp (on another host")
+    for transport in (a, b):
+        transport.close()
+
+
 def test_auto_takes_tcp_where_the_memory_cannot_be_opened() -> None:
     net = Net("auto")
     a, view_a = net.make("a", 64)
@@ -208,8 +220,32 @@ def test_an_unknown_backend_and_devices_that_cannot_be_honoured_are_refused() ->
         make_transport("ucx", me="a", host="127.0.0.1")
     with pytest.raises(TransferError, match="cannot honour mlx5_0, mlx5_1"):
         make_transport("shm", me="a", host="127.0.0.1", devices=("mlx5_0", "mlx5_1"))
-    with pytest.raises(TransferError, match="network interface mlx5_0 has no IPv4 address"):
+    with pytest.raises(TransferError, match="network interface mlx5_0 has no IPv4 address") as caught:
         make_transport("auto", me="a", host="127.0.0.1", devices=("mlx5_0",))
+    assert caught.value.hint.startswith("interfaces here: ") and "lo" in caught.value.hint
+
+
+def test_a_device_of_rdma_is_told_which_backend_is_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pd.transfer.address.rdma_devices", lambda: ["mlx5_0"])
+    with pytest.raises(TransferError, match="network interface mlx5_0:1 has no IPv4 address") as caught:
+        make_transport("tcp", me="a", host="127.0.0.1", devices=("mlx5_0:1",))
+    assert caught.value.hint.startswith("mlx5_0:1 is an RDMA device: --transfer nixl")
+
+
+@pytest.mark.parametrize(
+    ("here", "asked", "told"),
+    [
+        ([], (), "this host has no RDMA device"),
+        ([], ("mlx5_0",), "this host has no RDMA device"),
+        (["mlx5_0", "mlx5_1"], ("mlx5_1", "mlx5_7"), "no device mlx5_7 here, only mlx5_0, mlx5_1"),
+    ],
+)
+def test_mooncake_over_rdma_that_is_not_here_is_refused_since_it_would_take_tcp_unsaid(
+    monkeypatch: pytest.MonkeyPatch, here: list[str], asked: tuple[str, ...], told: str
+) -> None:
+    monkeypatch.setattr("pd.transfer.mooncake.rdma_devices", lambda: here)
+    with pytest.raises(TransferError, match=f"mooncake over rdma: {told}"):
+        make_transport("mooncake", me="a", host="127.0.0.1", devices=asked, params={"protocol": "rdma"})
 
 
 def test_a_life_of_no_process_is_a_broken_endpoint(net: Net) -> None:
