@@ -11,7 +11,17 @@ import msgspec
 import pytest
 
 from pd.transfer.auto import AutoTransport
-from pd.transfer.contest import AREA_NBYTES, WAY_S, Area, Contest, HostAccess, pattern
+from pd.transfer.contest import (
+    AREA_NBYTES,
+    INBOX,
+    PROOFS,
+    WAY_S,
+    Area,
+    Contest,
+    HostAccess,
+    _slot,
+    pattern,
+)
 from pd.transfer.library_transport import LibraryTransport
 from pd.transfer.memory import MemoryHub, MemoryTransport, Task
 from pd.transfer.shm import ShmEndpoint
@@ -93,6 +103,30 @@ def test_a_way_that_reads_wrong_bytes_is_out() -> None:
     there._region.view[NBYTES] ^= 1
     assert ways.run({"fast": 1e-3, "slow": 4e-3}).winner == "slow"
     assert ways.contest.told().startswith("fast: reads wrong bytes, slow at")
+
+
+@pytest.mark.parametrize(("num_times", "winner"), [(0, "fast"), (3, "fast"), (4, "slow")])
+def test_a_proof_that_another_peer_wrote_over_is_made_again_a_few_times(num_times: int, winner: str) -> None:
+    ways = Ways()
+    ways.contest.start(0.0)
+    others, there = pattern("another"), ways.made[1]._region
+    assert there is not None
+    for _ in range(40):
+        for name, way in ways.ways.items():
+            for end in way.poll():
+                ways.contest.hear(name, as_timed(end, {"fast": 1e-3, "slow": 4e-3}[name]), 0.0)
+                trial = ways.contest._trials[0]
+                if trial.step == "proof" and num_times:  # it is asked for, and not read yet
+                    num_times -= 1
+                    for slot in range(NBYTES + PROOFS, NBYTES + INBOX, len(others)):
+                        there.view[slot : slot + len(others)] = others
+    assert ways.contest.is_over and ways.contest.winner == winner, ways.contest.told()
+
+
+def test_peers_with_one_place_for_their_proofs_have_another_next_time() -> None:
+    names = [f"p.0.{rank}" for rank in range(64)]
+    met = [(a, b) for a, b in itertools.combinations(names, 2) if _slot(a, 1) == _slot(b, 1)]
+    assert met and sum(_slot(a, 2) == _slot(b, 2) for a, b in met) < len(met) / 4
 
 
 def test_a_way_that_does_not_answer_is_out_in_time_and_none_is_left_where_no_way_works() -> None:
