@@ -19,9 +19,10 @@ from pd.transfer.host import rdma_devices, this_life
 from pd.transfer.library import LibraryEndpoint, LibraryLimits, Memory
 from pd.transfer.library_peer import DOOR_NBYTES, Peer, Slate, Task, write_door
 from pd.transfer.library_transport import LibraryTransport
+from pd.transfer.mooncake import MooncakeLibrary
 from pd.transfer.nixl import NixlLibrary
 from pd.transfer.outbox import Outbox
-from pd.transfer.transport import JobDone, JobFailed, PeerLost, Span
+from pd.transfer.transport import JobDone, JobFailed, PeerLost, RegistrationFailed, Span
 from tests.transfer.kit import done_jobs, wait_for, wait_jobs, wait_lost, why_absent
 from tests.transfer.slow_library import LARGE, Batch, SlowLibrary
 
@@ -178,6 +179,31 @@ def test_what_a_library_does_at_once_takes_a_job_one_turn_and_each_further_batch
         ended.append([end.job for end in peer.outbox.drain() if isinstance(end, JobDone)])
     assert ended == [[0], [], [], [1], [2]]
     assert not peer.advance(0.0)
+
+
+class Full:
+    """Of NIXL an agent, of Mooncake an engine, with no memory left to lock."""
+
+    def register_memory(self, *given: object, **more: object) -> int:
+        if more:  # NIXL's way
+            raise RuntimeError("NIXL_ERR_BACKEND")
+        return -12
+
+
+@pytest.mark.parametrize(("device", "where"), [(None, "host memory"), (3, "GPU 3")])
+def test_a_library_that_cannot_register_names_the_pool_its_size_and_the_likely_cause(
+    device: int | None, where: str
+) -> None:
+    nixl, mooncake = (kind.__new__(kind) for kind in (NixlLibrary, MooncakeLibrary))
+    nixl._agent, nixl._backend, nixl._registered = Full(), "UCX", []
+    mooncake._engine, mooncake._reaches_gpus, mooncake._registered = Full(), True, []
+    likely = "limit of locked memory" if device is None else "GPUDirect is missing"
+    for library, reason in ((nixl, "NIXL_ERR_BACKEND"), (mooncake, "it returned -12")):
+        told = f"{library.name} cannot register the KV pool, 4096 bytes of {where} at 0x10000: .*{reason}"
+        with pytest.raises(RegistrationFailed, match=told) as caught:
+            library.register(Memory(0x10000, device), 4096)
+        assert likely in caught.value.hint and "pd doctor --only" in caught.value.hint
+        assert library._registered == []
 
 
 @pytest.mark.skipif(why_absent("mooncake") is not None, reason=str(why_absent("mooncake")))
