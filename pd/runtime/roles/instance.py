@@ -92,7 +92,8 @@ class Leader:
                 log.info("stopping with requests still running; the router starts them again elsewhere")
                 return 0
         if self._exit.refused:
-            raise ConfigError(self._exit.reason, hint="give both sides the same model of the same revision, dtype and KV settings")
+            same = "give both sides the same model and revision, dtype, --transfer and KV settings"
+            raise ConfigError(self._exit.reason, hint=same)
         log.log(logging.ERROR if self._exit.failed else logging.INFO, "ending: %s", self._exit.reason)
         return 1 if self._exit.failed else 0
 

@@ -12,6 +12,7 @@ from pd.transfer.layout import KVLayout, Shard
 from pd.transfer.packed import End, Move, PackedWay, choose, mean_piece
 from pd.transfer.pairs import Pair
 from pd.transfer.plan import Route
+from pd.transfer.transport import LayoutMismatch
 
 log = logging.getLogger("pd.rank")
 
@@ -51,6 +52,11 @@ class Paths:
             packed = [PackedWay(self.ours, theirs, pair, is_read, self.slot_nbytes) for pair in pairs]
         src, dst = (theirs, self.ours) if is_read else (self.ours, theirs)
         is_alike = self.ours.layout.dtype == self.layout.dtype
+        if not is_alike and self.move == "direct":
+            raise LayoutMismatch(
+                f"dtype: KV is {self.layout.dtype} there and {self.ours.layout.dtype} here, "
+                "and it is converted on its way with --move packed or auto only"
+            )
         return choose(Route(*src, *dst, pairs) if is_alike else None, packed, self.move)
 
 
