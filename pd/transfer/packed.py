@@ -102,7 +102,7 @@ def mean_piece(route: Route) -> float:
     src, dst = route.layout_src.page_size, route.layout_dst.page_size
     num_tokens = math.lcm(src, dst)
     num_src, num_dst = num_tokens // src, num_tokens // dst
-    if route.shard_src.num_pages < 2 * num_src or route.shard_dst.num_pages < 2 * num_dst:
+    if route.shard_src.num_pages < 2 * num_src - 1 or route.shard_dst.num_pages < 2 * num_dst - 1:
         return math.inf  # so small a pool needs no staging
     spans = route.spans(range(0, 2 * num_src, 2), range(0, 2 * num_dst, 2), 0, num_tokens)
     return sum(span.nbytes for span in spans) / len(spans)

@@ -14,6 +14,7 @@ from pd.runtime.engine.kv_pool import staging_base
 from pd.runtime.roles.checking import Checker
 from pd.runtime.roles.mover import Mover, rank_name
 from pd.runtime.roles.packing import Packer
+from pd.runtime.roles.paths import Paths, fitting
 from pd.runtime.wire.plans import Attach, PeerUnreachable, Sever, Severed, WriteDone, WriteJob
 from pd.transfer.float8 import bits, cast
 from pd.transfer.layout import DEFAULT_ORDER, KVLayout, Shard, tp_shards
@@ -22,6 +23,7 @@ from pd.transfer.packed import End, Move, PackedWay, choose
 from pd.transfer.pairs import Pair, pair_up
 from pd.transfer.plan import Route
 from pd.transfer.reshard import DTYPES, views
+from pd.transfer.staging import SLOT_NBYTES as FULL_SLOT_NBYTES
 from pd.transfer.transport import JobFailed, LayoutMismatch, TransferError
 
 NUM_PAGES, NUM_SLOTS, SLOT_NBYTES = 12, 3, 3000
@@ -287,3 +289,34 @@ def test_the_way_and_why_it_was_taken_are_told_in_one_line(
     assert source.movers[0].attach(Side(hub, "d", replace(LAYOUT, dtype=dtype), tp=3).order()) == []
     (line,) = [text for text in caplog.messages if text.startswith(("KV is packed", "KV goes as it lies"))]
     assert re.fullmatch(told, line), line
+
+
+@pytest.mark.parametrize(("move", "kind"), [("auto", Route), ("direct", Route), ("packed", PackedWay)])
+def test_a_page_larger_than_a_slot_is_packed_in_parts_and_hinders_nobody(move: Move, kind: type) -> None:
+    """Qwen3-32B, whole on one GPU, in pages of 64 tokens: 16.8 MB a page, in slots of 8 MiB."""
+    layout = KVLayout(64, 8, 128, 64, "bfloat16")
+    shards = tp_shards(layout, 64, 1, 100)
+    paths = Paths(End(layout, shards[0]), layout, shards, ("d",), FULL_SLOT_NBYTES, move)
+    for ways in (paths.out(pair_up(shards, shards)), paths.back(pair_up(shards, shards))):
+        assert all(isinstance(way, kind) for _, way in ways)
+        boxes = [
+            (head, layer) for _, way in ways for pair in pairs_of(way) for head in pair.heads for layer in pair.layers
+        ]
+        assert sorted(boxes) == [(head, layer) for head in range(8) for layer in range(64)]
+        for _, way in ways:
+            if isinstance(way, PackedWay):
+                assert way.num_pages == 1 and way.piece_nbytes() == 64 * 4 * 2 * 64 * 128 * 2
+
+
+def pairs_of(way: Route | PackedWay) -> tuple[Pair, ...]:
+    return (way.pair,) if isinstance(way, PackedWay) else way.pairs
+
+
+@pytest.mark.parametrize("nbytes", [10**9, 9000, 5000, 2500, 1200, 700, 10])
+def test_parts_of_a_pair_fit_and_hold_each_head_and_layer_once(nbytes: int) -> None:
+    whole = Pair(1, 2, range(3, 8), range(2, 5))  # 512 bytes a head and layer
+    parts = list(fitting(whole, replace(LAYOUT, num_layers=9, num_kv_heads=6, head_dim=16), nbytes))
+    for part in parts:
+        assert (part.src, part.dst) == (1, 2) and len(part.heads) * len(part.layers) * 512 <= max(nbytes, 512)
+    boxes = sorted((head, layer) for part in parts for head in part.heads for layer in part.layers)
+    assert boxes == [(head, layer) for head in range(2, 5) for layer in range(3, 8)]

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from pd.transfer.layout import KVLayout, Shard
+from pd.transfer.layout import KVLayout, Shard, page_nbytes, split
 from pd.transfer.packed import End, Move, PackedWay, choose, mean_piece
 from pd.transfer.pairs import Pair
 from pd.transfer.plan import Route
@@ -49,7 +49,8 @@ class Paths:
         theirs = End(self.layout, self.shards[rank])
         packed = []
         if self.slot_nbytes is not None:
-            packed = [PackedWay(self.ours, theirs, pair, is_read, self.slot_nbytes) for pair in pairs]
+            boxes = (box for pair in pairs for box in fitting(pair, self.layout, self.slot_nbytes))
+            packed = [PackedWay(self.ours, theirs, box, is_read, self.slot_nbytes) for box in boxes]
         src, dst = (theirs, self.ours) if is_read else (self.ours, theirs)
         is_alike = self.ours.layout.dtype == self.layout.dtype
         if not is_alike and self.move == "direct":
@@ -58,6 +59,21 @@ class Paths:
                 "and it is converted on its way with --move packed or auto only"
             )
         return choose(Route(*src, *dst, pairs) if is_alike else None, packed, self.move)
+
+
+def fitting(pair: Pair, layout: KVLayout, nbytes: int) -> Iterator[Pair]:
+    """Cut into parts, of which one page each is `nbytes` at most: by heads, which stand outermost; then by layers."""
+    heads, layers = pair.heads, pair.layers
+    if page_nbytes(layout, Shard(layers.start, layers.stop, heads.start, heads.stop, 1)) <= nbytes:
+        yield pair
+    elif len(heads) > 1:
+        for half in split(len(heads), 2):
+            yield from fitting(pair._replace(heads=heads[half.start : half.stop]), layout, nbytes)
+    elif len(layers) > 1:
+        for half in split(len(layers), 2):
+            yield from fitting(pair._replace(layers=layers[half.start : half.stop]), layout, nbytes)
+    else:
+        yield pair
 
 
 def say(peer: str, ways: Ways, move: Move) -> None:
@@ -75,7 +91,9 @@ def say(peer: str, ways: Ways, move: Move) -> None:
 
 def _sizes(pieces: Iterable[float]) -> str:
     """Of pieces on average. A pool of a few pages has none to tell of."""
-    sizes = sorted(f for f in pieces if f < math.inf) or [0.0]
+    sizes = sorted(f for f in pieces if f < math.inf)
+    if not sizes:
+        return "in a few pieces"
     least, most = (f"{f:.0f} bytes" if f < 1024 else f"{f / 1024:.0f} KiB" for f in (sizes[0], sizes[-1]))
     return f"in pieces of {least}" if least == most else f"in pieces of {least} to {most}"
 
