@@ -112,6 +112,20 @@ def test_prefill_and_decode_may_keep_kv_of_another_dtype() -> None:
     assert sent(bench.join(hello("d1", Role.DECODE, layout=other)), Welcome)
 
 
+@pytest.mark.parametrize(("prefill", "decode"), [(False, True), (True, False), (False, False)])
+def test_kv_of_another_dtype_is_refused_where_either_side_moves_it_only_as_it_lies(prefill: bool, decode: bool) -> None:
+    bench = Bench()
+    bench.join(hello("p0", Role.PREFILL, converts=prefill))
+    assert sent(bench.join(hello("d0", Role.DECODE, converts=decode)), Welcome), "of one dtype they meet"
+    bench = Bench()
+    bench.join(hello("p0", Role.PREFILL, converts=prefill))
+    effects = bench.join(hello("d0", Role.DECODE, converts=decode, layout=replace(LAYOUT, dtype="bfloat16")))
+    ((_, refusal),) = sent(effects, Refusal)
+    who = " and ".join(name for name, converts in (("d0", decode), ("p0", prefill)) if not converts)
+    told = f"KV dtype: 'bfloat16' and 'float32', which {who} with --move direct cannot convert"
+    assert refusal.reason == f"d0 and p0 cannot meet: {told}"
+
+
 def test_page_size_and_axis_order_may_differ() -> None:
     bench = pair_bench()
     other = replace(LAYOUT, page_size=16, order=("page", "layer", "head", "kv", "token", "dim"))

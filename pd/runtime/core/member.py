@@ -187,6 +187,10 @@ def mismatch(sender: Peer, hello: Hello, others: Iterable[Hello]) -> str | None:
         faults += _differences(hello, other, "layout", fields)  # of one role too: both must meet the same others
         if OTHER.get(hello.role) is other.role and hello.transfer != other.transfer:
             faults.append(f"transfer: {hello.transfer!r} and {other.transfer!r}")
+        if not (hello.converts and other.converts) and not dtype:
+            direct = " and ".join(one.worker for one in (hello, other) if not one.converts)
+            told = _differences(hello, other, "layout", ("dtype",))
+            faults += [f"KV {fault}, which {direct} with --move direct cannot convert" for fault in told]
         if faults:
             return f"{hello.worker} and {other.worker} cannot meet: " + "; ".join(faults)
     return None

@@ -278,6 +278,7 @@ def _hello(config: InstanceConfig, ready: tuple[RankReady, ...], *, epoch: str, 
         peer_address="" if config.role is Role.COLOCATED else f"tcp://{host}:{port}",
         max_running=config.step.max_running,
         operators=ready[0].operators,
+        converts=config.link.move != "direct",
     )
 
 

@@ -31,6 +31,7 @@ class Hello(Message, frozen=True):
     peer_address: str  # where this leader takes handoff messages; "" for roles without
     max_running: int
     operators: str = ""  # what computes: instances that differ here may round differently
+    converts: bool = True  # KV to another dtype on its way; not where all of it goes as it lies
 
 
 class Welcome(Message, frozen=True):
