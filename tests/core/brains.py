@@ -26,7 +26,7 @@ from pd.runtime.core.events import (
 )
 from pd.runtime.core.instance import BrainSettings, InstanceBrain
 from pd.runtime.wire.messages import AnyMessage, Fenced, Heard, Hello, Landed, Peers, Prefill, Reserve, Tokens
-from pd.runtime.wire.plans import SlotInit, StepDone, StepKind, StepPlan, WriteDone, WriteJob
+from pd.runtime.wire.plans import SlotInit, StepDone, StepKind, StepPlan, Transfer, WriteDone, WriteJob
 from pd.runtime.wire.values import WIRE_VERSION, Finish, Handle, ModelCard, Role, Sampling, Ticket, Token
 from pd.transfer.layout import KVLayout, Shard
 
@@ -154,7 +154,7 @@ class Instance:
         self.now = 0.0
         self.effects: list[Effect] = []
         self.flying: list[StepPlan] = []
-        self.jobs: list[WriteJob] = []  # after a step that is done, and not ended
+        self.jobs: list[WriteJob] = []  # begun, as their step is done or they had none to wait for, and not ended
         self.watch: Callable[[list[Effect]], None] = lambda effects: None
         self.are_peers_deaf = False  # else they say Heard at once, whichever life is meant
         self.lives: set[Peer] = set()  # met so far
@@ -165,6 +165,8 @@ class Instance:
         self.effects += effects
         self.flying += [effect.plan for effect in effects if isinstance(effect, Launch)]
         assert len(self.flying) <= 2, "more than two steps in flight"
+        for order in said(effects, Transfer):
+            self.jobs += [job for job in order.jobs if job.start < job.stop and not order.is_read]
         self.watch(effects)
         for effect in effects:
             if isinstance(effect, Send) and isinstance(effect.message, Landed | Fenced) and not self.are_peers_deaf:
@@ -179,6 +181,8 @@ class Instance:
         return self.on(Received(sender, message))
 
     def rank(self, message: AnyMessage, rank: int = 0) -> list[Effect]:
+        if isinstance(message, WriteDone):
+            self.jobs = [job for job in self.jobs if job.job != message.job]
         return self.on(Received(Peer(str(rank), ""), message))
 
     def meet(self, *peers: Hello) -> list[Effect]:

@@ -19,7 +19,17 @@ from pd.runtime.wire.messages import (
     Refused,
     Stop,
 )
-from pd.runtime.wire.plans import Attach, PeerUnreachable, Sever, Severed, StepDone, StepKind, StepPlan, WriteDone
+from pd.runtime.wire.plans import (
+    Attach,
+    PeerUnreachable,
+    Sever,
+    Severed,
+    StepDone,
+    StepKind,
+    StepPlan,
+    Transfer,
+    WriteDone,
+)
 from pd.runtime.wire.values import Finish, Handle, Role, Stage, Token
 
 DECODE = hello("d", Role.DECODE)
@@ -408,7 +418,11 @@ def test_a_cached_prefix_is_not_computed_again_but_sent() -> None:
     effects = me.router(again)
     plans = said(effects, StepPlan)
     assert [(each.start, each.stop) for each in plans[0].chunks] == [(12, 13)]
-    assert [(job.start, job.stop) for job in plans[0].writes] == [(0, 8), (8, 13)]
+    (ahead,) = said(effects, Transfer)
+    kinds = [type(message) for message in said(effects, object) if isinstance(message, Transfer | StepPlan)]
+    assert kinds[:2] == [Transfer, StepPlan], "it is on its way while the rest computes"
+    assert not ahead.is_read and [(job.start, job.stop) for job in ahead.jobs] == [(0, 8), (8, 12)]
+    assert [(job.start, job.stop) for job in plans[0].writes] == [(12, 13)]
     assert [first.cached_tokens for first in said(me.settle(), FirstToken)] == [12]
     assert [plan.kind for plan in plans] == [StepKind.PREFILL]
 

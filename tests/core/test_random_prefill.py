@@ -28,7 +28,7 @@ from pd.runtime.wire.values import Handle, Role
 @pytest.mark.parametrize("seed", range(30))
 def test_its_word_to_a_peer_is_true_and_all_pages_come_back(seed: int) -> None:
     world = World(seed)
-    for _ in range(300):
+    for _ in range(350):
         world.turn()
     for _ in range(20):
         world.settle()
