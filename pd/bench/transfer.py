@@ -24,12 +24,14 @@ from pd.bench.shapes import ModelShape, read_shape
 from pd.bench.transfer_ends import Meeting
 from pd.bench.transfer_options import TransferOptions
 from pd.runtime.config import ConfigError
-from pd.transfer.choose import NAMES, make_transport
+from pd.transfer.choose import make_transport
 from pd.transfer.transport import TransferError
 
 _MIN_ROUNDS = 5
 _TABLE_WIDTH = 132  # a narrower terminal folds whole lines, which reads better than folded cells
 _DEFAULT = ("shm", "tcp", "nixl", "mooncake")
+_FAKE = "fake"
+"""Moves nothing: what is left is what planning, handing over and being told cost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,7 @@ class Line:
     backend: str
     tps: tuple[int, int]  # prefill, decode
     num_tokens: int
-    limit_name: str
+    limit_name: str  # "": nothing is moved, so nothing limits it
     num_spans: int
     nbytes: int
     seconds: list[float] = field(default_factory=list)
@@ -49,8 +51,8 @@ class Line:
         return self.nbytes / min(self.seconds)
 
     @property
-    def share(self) -> float:
-        return min(self.limits) / min(self.seconds)
+    def share(self) -> float | None:
+        return min(self.limits) / min(self.seconds) if self.limits else None
 
     def percentile(self, percent: int) -> float:
         ordered = sorted(self.seconds)
@@ -97,15 +99,17 @@ def _checked(options: TransferOptions) -> _Work:
         except ValueError as error:
             faults.append(str(error))
     shape = None
+    if options.page_size < 1:
+        faults.append(f"--page-size is {options.page_size}, must be at least 1")
     try:
         shape = read_shape(options.model_shape)
-        shape = replace(shape, layout=replace(shape.layout, page_size=options.page_size))
+        shape = replace(shape, layout=replace(shape.layout, page_size=max(options.page_size, 1)))
     except ValueError as error:
         faults.append(f"--model-shape: {error}")
     pairs = [param.partition("=") for param in options.transfer_param or ()]
     names = _backends(options.backend)
-    if unknown := [name for name in names if name not in NAMES or name == "auto"]:
-        faults.append(f"--backend names {', '.join(unknown)}, must be of {', '.join(_DEFAULT)}")
+    if unknown := [name for name in names if name not in (*_DEFAULT, _FAKE)]:
+        faults.append(f"--backend names {', '.join(unknown)}, must be of {', '.join(_DEFAULT)}, {_FAKE}")
     if pairs and len(names) > 1:
         faults.append(f"--transfer-param is for one backend, not for {', '.join(names)}")
     if options.seconds <= 0:
@@ -138,12 +142,14 @@ def _measure(work: _Work, backend: str, tps: tuple[int, int], file: Lines) -> li
     with Meeting(backend, work.shape, tps=tps, num_tokens=max(work.tokens), params=work.params) as meeting:
         for num_tokens in work.tokens:
             first = meeting.move(num_tokens)
-            line = Line(backend, tps, num_tokens, meeting.limit.name, first.num_spans, first.nbytes)
+            limit = meeting.limit
+            line = Line(backend, tps, num_tokens, limit.name if limit else "", first.num_spans, first.nbytes)
             until = time.monotonic() + work.seconds
             while time.monotonic() < until or len(line.seconds) < _MIN_ROUNDS:
                 moved = meeting.move(num_tokens)
                 line.seconds.append(moved.seconds)
-                line.limits.append(meeting.limit.seconds(moved.nbytes))
+                if limit is not None:
+                    line.limits.append(limit.seconds(moved.nbytes))
             file.put(
                 "move",
                 backend=backend,
@@ -178,8 +184,8 @@ def _table(lines: list[Line]) -> Table:
             f"{line.nbytes / 1e6:.1f}",
             f"{min(line.seconds) * 1e3:.2f}",
             *(f"{line.percentile(percent) * 1e3:.2f}" for percent in (50, 90, 99)),
-            f"{line.rate / 1e9:.2f}",
-            f"{line.share:.2f}",
+            f"{line.rate / 1e9:.2f}" if line.limits else "",
+            f"{line.share:.2f}" if line.share is not None else "",
             line.limit_name,
             *(f"{other.rate / line.rate:.2f}" if other else "" for other in equal),
             f"{line.rate / best[line.backend, line.tps, largest].rate:.2f}",

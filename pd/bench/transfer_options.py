@@ -17,7 +17,9 @@ class TransferOptions:
     backend: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME,…", help="shm, tcp, nixl, mooncake. [default: those that are here]", rich_help_panel=_HOW
+            metavar="NAME,…",
+            help="shm, tcp, nixl, mooncake, fake. [default: those that are here]",
+            rich_help_panel=_HOW,
         ),
     ] = None
     transfer_param: Annotated[

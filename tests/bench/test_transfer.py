@@ -43,14 +43,27 @@ def test_every_line_is_moved_and_written(backend: str, tmp_path: Path, capsys: p
     assert "2 → 1" in capsys.readouterr().out
 
 
+def test_planning_alone_is_measured_where_nothing_is_moved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "out.jsonl"
+    options = TransferOptions(
+        backend="fake", prefill_tp="2", decode_tp="1", tokens="2048", model_shape="llama-3-8b", seconds=1e-3,
+        output=str(output),
+    )  # fmt: skip
+    assert transfer(options) == 0
+    _, line = read(output)
+    assert (line["descriptors"], line["nbytes"], line["limit_seconds"]) == (256, 2048 * 32 * 8 * 128 * 2 * 2, [])
+    assert "fake" in capsys.readouterr().out
+
+
 def test_all_faults_are_told_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        transfer(TransferOptions(backend="shm,ucx", tokens="0", model_shape="llama", seconds=0))
+        transfer(TransferOptions(backend="shm,ucx", tokens="0", model_shape="llama", page_size=0, seconds=0))
     told = str(caught.value).splitlines()
     assert told[0] == "--tokens is '0': 0 is not at least 1"
-    assert told[1].startswith("--model-shape: a model shape is one of smollm2-135m, llama-3-8b")
-    assert told[2:] == [
-        "--backend names ucx, must be of shm, tcp, nixl, mooncake",
+    assert told[1] == "--page-size is 0, must be at least 1"
+    assert told[2].startswith("--model-shape: a model shape is one of smollm2-135m, llama-3-8b")
+    assert told[3:] == [
+        "--backend names ucx, must be of shm, tcp, nixl, mooncake, fake",
         "--seconds is 0, must be above 0",
     ]
 
