@@ -9,6 +9,7 @@ import math
 import os
 import re
 import socket
+from collections import Counter
 from collections.abc import Iterator
 from typing import Literal, cast
 
@@ -155,6 +156,8 @@ def shared_faults(options: SharedOptions) -> Iterator[str]:
     for param in options.transfer_param or ():
         if not all(_pair(param)):
             yield f"--transfer-param is {param!r}, must be KEY=VALUE"
+    keys = Counter(_pair(param)[0] for param in options.transfer_param or ())
+    yield from (f"--transfer-param gives {key} {num} times" for key, num in keys.items() if num > 1)
     if options.stream_layers is not None and options.direction == "pull":
         given = f"--stream-layers {options.stream_layers}"
         yield f"{given} is for KV that prefill writes, and with --direction pull decode reads it"
@@ -254,7 +257,7 @@ def _link(options: LaunchOptions) -> LinkConfig:
         router=options.router,
         transfer=options.transfer,
         stream_layers=options.stream_layers,
-        transfer_devices=tuple(filter(None, (options.transfer_devices or "").split(","))),
+        transfer_devices=tuple(filter(None, map(str.strip, (options.transfer_devices or "").split(",")))),
         transfer_params=tuple(_pair(param) for param in options.transfer_param or ()),
         move=cast(Literal["auto", "direct", "packed"], options.move),
         cluster_key=options.cluster_key,

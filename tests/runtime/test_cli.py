@@ -143,7 +143,7 @@ def test_every_option_of_an_instance_reaches_its_configuration() -> None:
             max_running=7,
             max_prefill_tokens=64,
             transfer="tcp",
-            transfer_devices="eth0,eth1",
+            transfer_devices="eth0, eth1",
             transfer_param=["num_threads=4", "engine_config=TLS=tcp,X=y"],
             host="10.0.0.1",
             port=1234,
@@ -174,6 +174,14 @@ def test_two_bare_launches_have_different_names() -> None:
     first = launch_config(LaunchOptions(role="prefill"))
     assert isinstance(first, InstanceConfig)
     assert str(os.getpid()) in first.name
+
+
+def test_a_transfer_parameter_is_given_once() -> None:
+    given = ["backend=UCX", "x=1", "backend = POSIX", "broken"]
+    assert faults(LaunchOptions(role="decode", transfer_param=given)) == [
+        "--transfer-param is 'broken', must be KEY=VALUE",
+        "--transfer-param gives backend 2 times",
+    ]
 
 
 def test_a_router_refuses_what_is_for_instances() -> None:
