@@ -353,7 +353,8 @@ def test_peers_that_come_and_go_leave_nothing(net: Net) -> None:
         hub.sever(f"p{i}")
         if i == 9:
             num_fds = len(open_fds())
-    kept = 10 if net.backend == "mooncake" else 0  # it keeps a lost peer's socket until it is closed itself
+    # Of 50 peers: Mooncake keeps a lost one's socket until it is closed itself, UCX may open a further pool of its own.
+    kept = {"mooncake": 10, "nixl": 5, "nixl-tcp": 5}.get(net.backend, 0)
     assert len(open_fds()) <= num_fds + kept
 
 
