@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import Counter
 from dataclasses import dataclass, field, replace
 
 from rich.console import Console
@@ -110,6 +111,9 @@ def _checked(options: TransferOptions) -> _Work:
     names = _backends(options.backend)
     if unknown := [name for name in names if name not in (*_DEFAULT, _FAKE)]:
         faults.append(f"--backend names {', '.join(unknown)}, must be of {', '.join(_DEFAULT)}, {_FAKE}")
+    faults += [f"--transfer-param is {''.join(pair)!r}, must be KEY=VALUE" for pair in pairs if not all(pair)]
+    keys = Counter(key for key, *_ in pairs)
+    faults += [f"--transfer-param gives {key} {num} times" for key, num in keys.items() if num > 1]
     if pairs and len(names) > 1:
         faults.append(f"--transfer-param is for one backend, not for {', '.join(names)}")
     if options.seconds <= 0:

@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Final
 
@@ -173,7 +173,8 @@ def main() -> None:
     os.dup2(2, 1)  # what a library prints goes to the terminal, not among our answers
 
     def say(answer: Answer) -> None:
-        voice.write(msgspec.json.encode(answer) + b"\n")
+        with suppress(BrokenPipeError):  # who asked is gone
+            voice.write(msgspec.json.encode(answer) + b"\n")
 
     order = msgspec.json.decode(sys.stdin.buffer.readline(), type=Order)
     try:

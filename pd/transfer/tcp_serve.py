@@ -66,6 +66,7 @@ class Served:
         self.deadline: float | None = deadline
         self._house = house
         self._is_refused = False
+        self._is_turned_away = False  # one that may be known, and comes again every second: no news
         self._hello = bytearray(HELLO_NBYTES)
         self._header = bytearray(HEADER_NBYTES)
         self.link.expect([memoryview(self._hello)], self._on_hello)
@@ -86,7 +87,8 @@ class Served:
 
     def misspoke(self, reason: str, now: float) -> None:
         """Say why, take nothing more in, and end soon."""
-        self._house.refused(self.who, reason, now)
+        if not self._is_turned_away:
+            self._house.refused(self.who, reason, now)
         self._house.forget(self)
         self._is_refused = True
         self.deadline = now + _LINGER_S
@@ -122,6 +124,7 @@ class Served:
         self.name = name
         refusal = self._house.admit(self, hello.generation)
         if refusal is not None:
+            self._is_turned_away = True
             raise FrameError(refusal)
         self.deadline = None
         self._answer(Frame(Kind.WELCOME, True, 0, 0, self._house.region.nbytes))

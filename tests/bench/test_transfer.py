@@ -68,6 +68,15 @@ def test_all_faults_are_told_at_once() -> None:
     ]
 
 
+def test_a_parameter_is_a_key_and_a_value_and_given_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        transfer(TransferOptions(backend="nixl", transfer_param=["x", "y=1", "y=2"]))
+    assert str(caught.value).splitlines() == [
+        "--transfer-param is 'x', must be KEY=VALUE",
+        "--transfer-param gives y 2 times",
+    ]
+
+
 def test_what_the_other_process_refuses_is_told_here(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match=r"^shm: shm has no parameter x=1$"):
         transfer(TransferOptions(backend="shm", prefill_tp="1", decode_tp="1", tokens="16", transfer_param=["x=1"]))

@@ -420,7 +420,7 @@ def test_a_cached_prefix_is_not_computed_again_but_sent() -> None:
     assert [(each.start, each.stop) for each in plans[0].chunks] == [(12, 13)]
     (ahead,) = said(effects, Transfer)
     kinds = [type(message) for message in said(effects, object) if isinstance(message, Transfer | StepPlan)]
-    assert kinds[:2] == [Transfer, StepPlan], "it is on its way while the rest computes"
+    assert kinds[:2] == [StepPlan, Transfer], "it goes while the rest computes, which need not wait for it"
     assert not ahead.is_read and [(job.start, job.stop) for job in ahead.jobs] == [(0, 8), (8, 12)]
     assert [(job.start, job.stop) for job in plans[0].writes] == [(12, 13)]
     assert [first.cached_tokens for first in said(me.settle(), FirstToken)] == [12]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -120,6 +121,16 @@ def test_each_rank_is_the_leaders_child_on_its_own_cores_and_nothing_else_stays(
 def test_the_rank_that_ends_is_named_with_its_status(lead: Callable[[str], Leader], how: str, status: int) -> None:
     leader = lead(BORN + f"if config.rank == 1: {how}\ntime.sleep(600)\n")
     assert leader.told(f"watch {PATIENCE_S}") == f"1 ended with {status}"
+
+
+def test_a_leader_whose_parent_ignored_the_end_of_children_is_told_of_its_own(lead: Callable[[str], Leader]) -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # which a child inherits
+    try:
+        leader = lead(BORN + "time.sleep(600 * config.rank)\n")
+    finally:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    assert leader.told(f"watch {PATIENCE_S}") == "0 ended with 0"
+    assert 0.1 <= float(leader.told("end 0.1")) < PATIENCE_S
 
 
 def test_what_cannot_be_imported_ends_all_before_a_rank_is_born(lead: Callable[[str], Leader]) -> None:

@@ -141,8 +141,10 @@ def test_one_lost_share_of_a_job_puts_all_of_it_in_doubt() -> None:
 def test_how_kv_goes_is_said_once_a_life_however_often_it_is_attached(caplog: pytest.LogCaptureFixture) -> None:
     hub = MemoryHub()
     a, b = Side(hub, "a", tp=1), Side(hub, "b", tp=1)
-    with caplog.at_level("INFO", logger="pd.rank"):
+    with caplog.at_level("INFO"):
         for _ in range(5):
             a.movers[0].attach(b.order())
             a.movers[0].poll()
-    assert len([record for record in caplog.records if record.getMessage().startswith("KV to b.e.0 goes by")]) == 1
+    told = [record.getMessage() for record in caplog.records]
+    assert len([line for line in told if line.startswith("KV to b.e.0 goes by")]) == 1
+    assert len([line for line in told if line.startswith("KV goes as it lies")]) == 1

@@ -258,6 +258,17 @@ def test_what_is_refused_is_counted_and_told_once_a_second(victim: Victim, caplo
     assert told[-2:] == [f"refused a transfer connection of {who} so far): so" for who in ("fourth (4", "sixth (6")]
 
 
+def test_who_was_severed_and_comes_again_and_again_is_told_why_and_no_news_to_others(
+    victim: Victim, caplog: pytest.LogCaptureFixture
+) -> None:
+    victim[0].sever("gone")
+    for _ in range(3):
+        stranger = Stranger(victim[0].endpoint())
+        assert stranger.hello("gone").kind is Kind.REFUSED
+        stranger.sock.close()
+    assert [record for record in caplog.records if "refused" in record.getMessage()] == []
+
+
 def test_a_connection_cut_in_the_middle_of_a_payload_harms_nobody(net: Net) -> None:
     victim, view = net.make("victim", NBYTES)
     stranger = Stranger(victim.endpoint())

@@ -1,7 +1,8 @@
 """The writing end of the handoffs: which tokens' KV goes to which peer, and when none is under way any more. Pure.
 
 Rules
-1. A job is open from the launch of the plan it rides on until every rank has ended it. Only then are its pages let go.
+1. A job is open from the launch of the plan it rides on, or goes beside, until every rank has ended it. Only then are
+   its pages let go.
 2. A job covers whole pages of both sides (units of the least common multiple); the last one ends with the prompt.
 3. A table of pages in a handoff is given back by FREE and by nothing else.
 4. What decode reads is offered once, whole, and kept for `lease_s` from each Renew that is heard. Before that it may

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from pd.runtime.core.decode import DecodePart
 from pd.runtime.core.entry import Fault, misfit, refuse, ticket_fault
-from pd.runtime.core.events import ROUTER, Effect, Order, Peer, Send, Stamp
+from pd.runtime.core.events import ROUTER, Effect, Peer, Send, Stamp
 from pd.runtime.core.lives import Links
 from pd.runtime.core.outbox import Outbox, Outboxes, offering
 from pd.runtime.core.prompts import Prompts
@@ -18,7 +18,7 @@ from pd.runtime.core.request import Phase, Request, limit_of
 from pd.runtime.core.settings import BrainSettings
 from pd.runtime.core.step import Step
 from pd.runtime.wire.messages import Failed, Fenced, FirstToken, Prefill
-from pd.runtime.wire.plans import Transfer, WriteDone
+from pd.runtime.wire.plans import WriteDone
 from pd.runtime.wire.values import Handle, Stage, Token
 from pd.transfer.handoff import Event, OutboxState
 
@@ -99,8 +99,7 @@ class PrefillPart:
                 if is_new:
                     effects += self.outboxes.move(outbox, Event.START, now=now)
                     effects += self.outboxes.tell(outbox, stop=request.num_cached, now=now)
-                    if cached := self.outboxes.write(outbox, stop=request.num_cached):  # at once, not behind the step
-                        effects.append(Order(Transfer(tuple(cached))))
+                    step.ahead += self.outboxes.write(outbox, stop=request.num_cached)
                 step.writes += self.outboxes.write(outbox, stop=request.num_computed)
         return effects
 

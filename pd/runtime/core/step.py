@@ -27,6 +27,7 @@ class Step:
     admits: list[SlotInit] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)  # of `decodes`, then of `prompts`
     writes: list[WriteJob] = field(default_factory=list)
+    ahead: list[WriteJob] = field(default_factory=list)  # of what was computed before: begun beside it, not after it
     launched_at: float = 0.0
 
     @property

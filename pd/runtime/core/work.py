@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from pd.runtime.core.events import Effect, Exit, Peer, Stamp
+from pd.runtime.core.events import Effect, Exit, Order, Peer, Stamp
 from pd.runtime.core.lives import Lives, life_of
 from pd.runtime.core.parts import Parts
 from pd.runtime.core.ranks import Tally
 from pd.runtime.core.settings import BrainSettings
 from pd.runtime.wire.messages import AnyMessage, Hello
-from pd.runtime.wire.plans import PeerUnreachable, Severed, StepDone, WriteDone
+from pd.runtime.wire.plans import PeerUnreachable, Severed, StepDone, Transfer, WriteDone
 from pd.runtime.wire.values import Handle, Stage
 
 
@@ -34,6 +34,8 @@ class Work:
             if launch is None:
                 break
             effects.append(launch)
+            if step.ahead:  # behind it: ranks begin to compute before they look where that goes
+                effects.append(Order(Transfer(tuple(step.ahead))))
         return effects
 
     def hear_rank(self, rank: int, message: AnyMessage, *, now: float) -> list[Effect] | None:

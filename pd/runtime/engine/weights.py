@@ -75,10 +75,10 @@ class Checkpoint:
         return hashlib.sha256("\n".join(told).encode()).hexdigest()[:16]
 
     def _samples(self) -> Iterator[tuple[str, str]]:
-        """Name and hash of the row in the middle of each tensor, or of MAX_SAMPLED that lie evenly among them."""
+        """Name and hash of the row in the middle of each tensor, or of MAX_SAMPLED that their names' hashes choose."""
         read = (*DTYPES, FLOAT8)
         names = sorted(name for name, header in self.headers.items() if header.dtype in read and header.shape)
-        chosen = names[:: max(1, -(-len(names) // MAX_SAMPLED))]
+        chosen = sorted(names, key=lambda name: hashlib.sha256(name.encode()).digest())[:MAX_SAMPLED]
         by_file = sorted(chosen, key=lambda name: self.headers[name].file)
         for file, some in itertools.groupby(by_file, key=lambda name: self.headers[name].file):
             with safe_open(file, framework="pt") as source:

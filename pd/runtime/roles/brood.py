@@ -59,6 +59,7 @@ class Brood:
         environment: Mapping[str, str],
     ) -> None:
         """`command` runs the mother, which calls `be_born` with the number that is its last argument."""
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, as who starts us may have it, no status would be kept
         adopt_orphans()
         self._births, theirs = os.pipe()
         self._mother = subprocess.Popen(

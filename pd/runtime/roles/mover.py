@@ -107,10 +107,11 @@ class Mover:
         except (TransferError, ValueError) as error:
             return [PeerUnreachable(order.peer, order.epoch, str(error))]
         life = _Life(order.peer, order.epoch, routes, reads, sent, groups, names)
-        self._lives[order.peer] = life
+        known, self._lives[order.peer] = self._lives.get(order.peer), life
         self._owners.update(dict.fromkeys(names, life))
         self._unsaid.update(names)
-        say(order.peer, (*routes, *reads), self.move)
+        if known is None or known.epoch != order.epoch:  # a broken way is tried again and again
+            say(order.peer, (*routes, *reads), self.move)
         self._say_ways()
         return []
 

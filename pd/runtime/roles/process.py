@@ -35,8 +35,12 @@ def die_with(parent: int, *, by: signal.Signals = signal.SIGKILL) -> None:
 
 
 def adopt_orphans() -> None:
-    """From now on a process whose parent ends, and that descends from this one, is this one's child. Linux only."""
-    _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    """From now on a process whose parent ends, and that descends from this one, is this one's child. Linux only.
+
+    Raises OSError if the kernel, or what confines this process, does not allow it.
+    """
+    if _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) is refused; ranks need a parent that is told")
 
 
 def new_epoch() -> str:

@@ -39,6 +39,8 @@ _ENVIRONMENT = {
     # numpy's: a rank multiplies no matrices by it, and it would start threads in the process that is forked.
     "OPENBLAS_NUM_THREADS": "1",
 }
+_PLACES = {"OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"}
+"""Read where torch is imported, which is once for all ranks; each has its own cores anyway."""
 
 
 class RanksLost(Exception):
@@ -107,8 +109,7 @@ class Ranks:
                         progress.add(message)
                     case message:
                         raise_if_failed(message)
-            if not ready:
-                self._check_ended()
+            self._check_ended()
         self._pulse = Pulse(len(ready), time.monotonic())
         answers = tuple(ready[rank] for rank in range(len(ready)))
         self.broadcast(Group(tuple(answer.shard for answer in answers)))
@@ -127,6 +128,11 @@ class Ranks:
             parent=os.getpid(),
         )
         environment = _ENVIRONMENT | os.environ | {"OMP_NUM_THREADS": str(threads)}
+        for name in _PLACES & environment.keys() if config.device.tp > 1 else ():
+            log.warning(
+                "%s=%s is left out: it would place every rank's threads on the cores of all", name, environment[name]
+            )
+            del environment[name]
         command = (sys.executable, "-P", "-m", "pd.runtime.roles.rank")
         return Brood(first, cores, command=command, environment=environment)
 
