@@ -4,11 +4,12 @@ Behind its region each side keeps an area for this:
     pattern      read by peers: it must be what the peer's name makes of it
     proofs       a slot a peer: what it writes there it must read back
     inbox        written by peers for the time it takes; what stands in it means nothing
-    scratch      where we read to
+    scratch      where we read to, and where a proof is made
 Rules
 1. Ways are tried one after the other, so that none slows another down.
 2. A way that fails, answers wrongly or takes longer than WAY_S is out; the fastest of the others wins.
 3. Peers that begin at once may have one slot for their proofs: who does not read back his own tries others.
+4. A proof is of its way alone: a way that writes nowhere must not read back what the one before it wrote.
 """
 
 from __future__ import annotations
@@ -189,7 +190,8 @@ class Contest:
             case "large":
                 spans, give = [Span(here + INBOX, there + INBOX, _LARGE)], trial.way.write
             case "prove":
-                spans, give = [Span(here + PATTERN, there + slot, _SMALL)], trial.way.write
+                self.memory.put(here + SCRATCH, self._proof(trial))
+                spans, give = [Span(here + SCRATCH, there + slot, _SMALL)], trial.way.write
             case _:
                 spans, give = [Span(there + slot, here + SCRATCH, _SMALL)], trial.way.read
         if step in ("pattern", "proof"):
@@ -206,7 +208,7 @@ class Contest:
             case "pattern" if self._scratch() != pattern(self.theirs.me):
                 self._out(trial, "reads wrong bytes", now)
                 return
-            case "proof" if self._scratch() != pattern(self.ours.me):
+            case "proof" if self._scratch() != self._proof(trial):
                 if trial.num_proofs < _MAX_PROOFS:
                     trial.num_proofs += 1
                     trial.steps = iter(("prove", "proof"))
@@ -219,6 +221,9 @@ class Contest:
     def _out(self, trial: _Trial, fault: str, now: float) -> None:
         trial.fault = fault
         self._next_way(now)
+
+    def _proof(self, trial: _Trial) -> bytes:
+        return pattern(f"{self.ours.me} by {trial.name}")
 
     def _scratch(self) -> bytes:
         return self.memory.get(self.ours.offset + SCRATCH, _SMALL)

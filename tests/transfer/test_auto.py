@@ -96,6 +96,14 @@ def test_a_way_that_says_done_and_moves_nothing_is_out_however_fast() -> None:
     assert contest.told().startswith("fast: what was written is not what is read back, slow at")
 
 
+def test_a_way_that_moves_nothing_does_not_pass_by_what_the_way_before_it_wrote() -> None:
+    ways = Ways(slow=Wrong)
+    ways.made[3]._region = ways.made[1]._region  # the peer's memory is one, whichever way leads to it
+    contest = ways.run({"fast": 1e-3, "slow": 1e-9})
+    assert contest.winner == "fast"
+    assert contest.told() == "fast at 4.19 GB/s, slow: what was written is not what is read back"
+
+
 def test_a_way_that_reads_wrong_bytes_is_out() -> None:
     ways = Ways()
     there = ways.made[1]
