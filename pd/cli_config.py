@@ -9,7 +9,6 @@ import math
 import os
 import re
 import socket
-from collections import Counter
 from collections.abc import Iterator
 from typing import Literal, cast
 
@@ -24,6 +23,7 @@ from pd.runtime.config import (
     RouterConfig,
     StepConfig,
     is_loopback,
+    read_transfer_params,
 )
 from pd.runtime.keys import read_api_keys, read_cluster_key
 from pd.runtime.wire.values import Role
@@ -153,11 +153,7 @@ def shared_faults(options: SharedOptions) -> Iterator[str]:
             yield f"--kv-memory is {options.kv_memory!r}, must be bytes (4GiB) or a fraction (0.8)"
         if options.num_pages is not None:
             yield f"--num-pages {options.num_pages} and --kv-memory {options.kv_memory} both size the pool"
-    for param in options.transfer_param or ():
-        if not all(_pair(param)):
-            yield f"--transfer-param is {param!r}, must be KEY=VALUE"
-    keys = Counter(_pair(param)[0] for param in options.transfer_param or ())
-    yield from (f"--transfer-param gives {key} {num} times" for key, num in keys.items() if num > 1)
+    yield from read_transfer_params(options.transfer_param or ())[1]
     if options.stream_layers is not None and options.direction == "pull":
         given = f"--stream-layers {options.stream_layers}"
         yield f"{given} is for KV that prefill writes, and with --direction pull decode reads it"
@@ -258,13 +254,8 @@ def _link(options: LaunchOptions) -> LinkConfig:
         transfer=options.transfer,
         stream_layers=options.stream_layers,
         transfer_devices=tuple(filter(None, map(str.strip, (options.transfer_devices or "").split(",")))),
-        transfer_params=tuple(_pair(param) for param in options.transfer_param or ()),
+        transfer_params=tuple(read_transfer_params(options.transfer_param or ())[0].items()),
         move=cast(Literal["auto", "direct", "packed"], options.move),
         cluster_key=options.cluster_key,
         insecure=options.insecure,
     )
-
-
-def _pair(param: str) -> tuple[str, str]:
-    key, _, value = param.partition("=")
-    return key.strip(), value.strip()

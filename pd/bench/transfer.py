@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import Counter
 from dataclasses import dataclass, field, replace
 
 from rich.console import Console
@@ -24,7 +23,7 @@ from pd.bench.lines import FORMAT, Lines, written
 from pd.bench.shapes import ModelShape, read_shape
 from pd.bench.transfer_ends import Meeting
 from pd.bench.transfer_options import TransferOptions
-from pd.runtime.config import ConfigError
+from pd.runtime.config import ConfigError, read_transfer_params
 from pd.transfer.choose import make_transport
 from pd.transfer.transport import TransferError
 
@@ -104,17 +103,14 @@ def _checked(options: TransferOptions) -> _Work:
         faults.append(f"--page-size is {options.page_size}, must be at least 1")
     try:
         shape = read_shape(options.model_shape)
-        shape = replace(shape, layout=replace(shape.layout, page_size=max(options.page_size, 1)))
     except ValueError as error:
         faults.append(f"--model-shape: {error}")
-    pairs = [param.partition("=") for param in options.transfer_param or ()]
+    params, wrong = read_transfer_params(options.transfer_param or ())
+    faults += wrong
     names = _backends(options.backend)
     if unknown := [name for name in names if name not in (*_DEFAULT, _FAKE)]:
         faults.append(f"--backend names {', '.join(unknown)}, must be of {', '.join(_DEFAULT)}, {_FAKE}")
-    faults += [f"--transfer-param is {''.join(pair)!r}, must be KEY=VALUE" for pair in pairs if not all(pair)]
-    keys = Counter(key for key, *_ in pairs)
-    faults += [f"--transfer-param gives {key} {num} times" for key, num in keys.items() if num > 1]
-    if pairs and len(names) > 1:
+    if params and len(names) > 1:
         faults.append(f"--transfer-param is for one backend, not for {', '.join(names)}")
     if options.seconds <= 0:
         faults.append(f"--seconds is {options.seconds}, must be above 0")
@@ -123,7 +119,7 @@ def _checked(options: TransferOptions) -> _Work:
     if faults or shape is None:
         raise ConfigError(*faults, hint="pd bench transfer --help")
     tps = tuple(itertools.product(read[0], read[1]))
-    params = {key: value for key, _, value in pairs}
+    shape = replace(shape, layout=replace(shape.layout, page_size=options.page_size))
     return _Work(shape, tps, tuple(sorted(read[2])), names, params, options.seconds)
 
 

@@ -22,7 +22,7 @@ import msgspec
 
 from pd.bench.shapes import ModelShape, read_shape
 from pd.bench.transfer_limits import OtherEnd, serve_limit
-from pd.transfer.choose import make_transport
+from pd.transfer.choose import make_transport, refuse_params
 from pd.transfer.fake import FakeTransport
 from pd.transfer.layout import Shard, pool_nbytes, tp_shards
 from pd.transfer.many import plan
@@ -127,8 +127,7 @@ def _wait_done(transport: Transport, num_jobs: int) -> None:
 def _start(request: Request, me: str, nbytes: int) -> Transport:
     """With a region of so many bytes, every page of it touched; the fake one needs none. Raises TransferError."""
     if request.backend == "fake":
-        if request.params:
-            raise TransferError(f"fake has no parameter {', '.join(map('='.join, request.params.items()))}")
+        refuse_params("fake", request.params)
         return FakeTransport(me=me, seed=0)
     transport = make_transport(request.backend, me=me, host="127.0.0.1", params=request.params)
     view = transport.allocate(nbytes)

@@ -7,6 +7,8 @@ start-up line says what was chosen.
 from __future__ import annotations
 
 import ipaddress
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -99,6 +101,19 @@ class LinkConfig:
     """A file: see pd.runtime.keys. None: links are open, and bound to loopback."""
     insecure: bool = False
     """Bind elsewhere without a key all the same."""
+
+
+def read_transfer_params(given: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Of `--transfer-param KEY=VALUE`, each given once: they, and what is wrong with them."""
+    pairs = [(key.strip(), value.strip()) for key, _, value in (param.partition("=") for param in given)]
+    faults = [
+        f"--transfer-param is {param!r}, must be KEY=VALUE"
+        for param, pair in zip(given, pairs, strict=True)
+        if not all(pair)
+    ]
+    counts = Counter(key for key, _ in pairs)
+    faults += [f"--transfer-param gives {key} {num} times, must be once" for key, num in counts.items() if num > 1]
+    return dict(pairs), faults
 
 
 def is_loopback(host: str) -> bool:

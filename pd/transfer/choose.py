@@ -40,23 +40,23 @@ def make_transport(
             from pd.transfer.mooncake import mooncake_transport
 
             protocol = given.pop("protocol", "tcp")
-            _refuse(name, given)
+            refuse_params(name, given)
             return mooncake_transport(me=me, host=host, protocol=protocol, devices=devices)
         case "auto":
             from pd.transfer.auto import AutoTransport
 
-            _refuse(name, given)
+            refuse_params(name, given)
             library, without = _at_hand(me, host, devices, key)
             return AutoTransport(me=me, host=host, devices=devices, key=key, library=library, without=without)
         case "tcp":
             from pd.transfer.tcp import TcpTransport
 
-            _refuse(name, given)
+            refuse_params(name, given)
             return TcpTransport(me=me, host=host, devices=devices, key=key)
         case "shm":
             from pd.transfer.shm import ShmTransport
 
-            _refuse(name, given)
+            refuse_params(name, given)
             if devices:
                 raise TransferError(
                     f"shm uses no network devices, so it cannot honour {', '.join(devices)}",
@@ -66,7 +66,8 @@ def make_transport(
     raise TransferError(f"no transfer backend is called {name!r}; there are {', '.join(NAMES)}")
 
 
-def _refuse(name: str, params: Mapping[str, str]) -> None:
+def refuse_params(name: str, params: Mapping[str, str]) -> None:
+    """Raises TransferError if there are any: this backend has none."""
     if params:
         told = ", ".join(f"{key}={value}" for key, value in params.items())
         raise TransferError(f"{name} has no parameter {told}", hint="parameters are for --transfer nixl and mooncake")

@@ -84,7 +84,10 @@ def _refuse_what_is_not_here(devices: tuple[str, ...]) -> None:
             hint="--transfer-param protocol=tcp, or --transfer tcp; pd doctor --only rdma says what is missing",
         )
     if missing := [device for device in devices if device not in here]:
-        raise TransferError(f"mooncake over rdma: no device {', '.join(missing)} here, only {', '.join(here)}")
+        raise TransferError(
+            f"mooncake over rdma: no device {', '.join(missing)} here, only {', '.join(here)}",
+            hint="name some of these, or leave --transfer-devices out: then it takes what it likes",
+        )
 
 
 class _Contact(msgspec.Struct, frozen=True, array_like=True, tag="mooncake"):

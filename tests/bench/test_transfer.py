@@ -73,7 +73,7 @@ def test_a_parameter_is_a_key_and_a_value_and_given_once() -> None:
         transfer(TransferOptions(backend="nixl", transfer_param=["x", "y=1", "y=2"]))
     assert str(caught.value).splitlines() == [
         "--transfer-param is 'x', must be KEY=VALUE",
-        "--transfer-param gives y 2 times",
+        "--transfer-param gives y 2 times, must be once",
     ]
 
 

@@ -180,7 +180,7 @@ def test_a_transfer_parameter_is_given_once() -> None:
     given = ["backend=UCX", "x=1", "backend = POSIX", "broken"]
     assert faults(LaunchOptions(role="decode", transfer_param=given)) == [
         "--transfer-param is 'broken', must be KEY=VALUE",
-        "--transfer-param gives backend 2 times",
+        "--transfer-param gives backend 2 times, must be once",
     ]
 
 

@@ -100,20 +100,28 @@ class Ranks:
         while len(ready) < len(self._peers):
             if stop.num_seen:
                 return None
-            self.hub.socket.poll(_POLL_MS)
-            while received := self.hub.receive():
-                match received.message:
-                    case RankReady() as message:
-                        ready[message.rank] = message
-                    case RankLoading() as message:
-                        progress.add(message)
-                    case message:
-                        raise_if_failed(message)
-            self._check_ended()
+            self._hear_loading(ready, progress)
+            try:
+                self._check_ended()
+            except RanksLost:
+                self._hear_loading(ready, progress)  # its last words, which say why, may be on their way
+                raise
         self._pulse = Pulse(len(ready), time.monotonic())
         answers = tuple(ready[rank] for rank in range(len(ready)))
         self.broadcast(Group(tuple(answer.shard for answer in answers)))
         return answers
+
+    def _hear_loading(self, ready: dict[int, RankReady], progress: _Progress) -> None:
+        """Wait a moment for what ranks say. Raises ConfigError or RanksLost if one says that it cannot start."""
+        self.hub.socket.poll(_POLL_MS)
+        while received := self.hub.receive():
+            match received.message:
+                case RankReady() as message:
+                    ready[message.rank] = message
+                case RankLoading() as message:
+                    progress.add(message)
+                case message:
+                    raise_if_failed(message)
 
     def _start(self, config: InstanceConfig, epoch: str, checkpoint: Path) -> Brood:
         cores = [rank_cores(config, rank) for rank in range(config.device.tp)]
