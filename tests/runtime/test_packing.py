@@ -312,11 +312,41 @@ def pairs_of(way: Route | PackedWay) -> tuple[Pair, ...]:
     return (way.pair,) if isinstance(way, PackedWay) else way.pairs
 
 
-@pytest.mark.parametrize("nbytes", [10**9, 9000, 5000, 2500, 1200, 700, 10])
+def test_a_page_larger_than_a_slot_even_of_one_head_and_layer_goes_as_it_lies_or_is_refused_with_both_values() -> None:
+    """Slots here have 3,000 bytes."""
+    layout = replace(LAYOUT, num_kv_heads=4, page_size=200)
+    row = 2 * layout.head_dim * layout.itemsize
+    for move in ("auto", "direct"):
+        hub = MemoryHub()
+        source, sink = (Side(hub, name, layout, tp=2, move=move) for name in "pd")
+        truth = [torch.randn(450, 4, layout.num_layers, dim) for dim in layout.head_dims]
+        source.fill(truth, (4, 1, 5))
+        assert [mover.attach(sink.order()) for mover in source.movers] == [[], []]
+        answers = move_all(source, WriteJob(5, "d", 0, 450, (4, 1, 5), (0, 3, 2)), is_read=False)
+        assert [answer.error for answer in answers] == [None, None]
+        for rank, shard in enumerate(sink.shards):
+            for rows, arrived in zip(truth, sink.tokens(rank, (0, 3, 2), 450), strict=True):
+                assert torch.equal(arrived, rows[:, shard.head_start : shard.head_stop])
+    told = (
+        f"a page there is 200 tokens, of one head and layer {200 * row} bytes, and KV is packed in slots of "
+        f"{SLOT_NBYTES}: it takes --page-size {SLOT_NBYTES // row} or less there"
+    )
+    small = replace(layout, page_size=4)
+    for ours, move, more in (
+        (small, "packed", ", or --move auto here"),
+        (replace(small, dtype="bfloat16"), "auto", ""),
+    ):
+        hub = MemoryHub()
+        source, sink = Side(hub, "p", ours, tp=2, move=move), Side(hub, "d", layout, tp=2)
+        (answer,) = source.movers[0].attach(sink.order())
+        assert isinstance(answer, PeerUnreachable) and answer.is_final and answer.reason == told + more
+
+
+@pytest.mark.parametrize("nbytes", [10**9, 9000, 5000, 2500, 1200, 700, 512])
 def test_parts_of_a_pair_fit_and_hold_each_head_and_layer_once(nbytes: int) -> None:
     whole = Pair(1, 2, range(3, 8), range(2, 5))  # 512 bytes a head and layer
     parts = list(fitting(whole, replace(LAYOUT, num_layers=9, num_kv_heads=6, head_dim=16), nbytes))
     for part in parts:
-        assert (part.src, part.dst) == (1, 2) and len(part.heads) * len(part.layers) * 512 <= max(nbytes, 512)
+        assert (part.src, part.dst) == (1, 2) and len(part.heads) * len(part.layers) * 512 <= nbytes
     boxes = sorted((head, layer) for part in parts for head in part.heads for layer in part.layers)
     assert boxes == [(head, layer) for head in range(2, 5) for layer in range(3, 8)]

@@ -47,10 +47,6 @@ class Paths:
 
     def _ways(self, pairs: tuple[Pair, ...], rank: int, is_read: bool) -> Sequence[Way]:
         theirs = End(self.layout, self.shards[rank])
-        packed = []
-        if self.slot_nbytes is not None:
-            boxes = (box for pair in pairs for box in fitting(pair, self.layout, self.slot_nbytes))
-            packed = [PackedWay(self.ours, theirs, box, is_read, self.slot_nbytes) for box in boxes]
         src, dst = (theirs, self.ours) if is_read else (self.ours, theirs)
         is_alike = self.ours.layout.dtype == self.layout.dtype
         if not is_alike and self.move == "direct":
@@ -58,22 +54,41 @@ class Paths:
                 f"dtype: KV is {self.layout.dtype} there and {self.ours.layout.dtype} here, "
                 "and it is converted on its way with --move packed or auto only"
             )
-        return choose(Route(*src, *dst, pairs) if is_alike else None, packed, self.move)
+        direct = Route(*src, *dst, pairs) if is_alike else None
+        return choose(direct, self._packed(pairs, theirs, is_read), self.move)
+
+    def _packed(self, pairs: tuple[Pair, ...], theirs: End, is_read: bool) -> list[PackedWay]:
+        """None where there is no staging; nor where a page is too large for it and KV can go as it lies."""
+        slot_nbytes, layout = self.slot_nbytes, self.layout
+        if slot_nbytes is None:
+            return []
+        least = page_nbytes(layout, Shard(0, 1, 0, 1, 1))
+        if least <= slot_nbytes:
+            boxes = (box for pair in pairs for box in fitting(pair, layout, slot_nbytes))
+            return [PackedWay(self.ours, theirs, box, is_read, slot_nbytes) for box in boxes]
+        is_alike, most = self.ours.layout.dtype == layout.dtype, layout.page_size * slot_nbytes // least
+        if is_alike and self.move != "packed":
+            return []
+        raise LayoutMismatch(
+            f"a page there is {layout.page_size} tokens, of one head and layer {least} bytes, and KV is packed in "
+            f"slots of {slot_nbytes}: it takes --page-size {most} or less there"
+            + (", or --move auto here" if is_alike else "")
+        )
 
 
 def fitting(pair: Pair, layout: KVLayout, nbytes: int) -> Iterator[Pair]:
-    """Cut into parts, of which one page each is `nbytes` at most: by heads, which stand outermost; then by layers."""
+    """Cut into parts, of which one page each is `nbytes` at most (of one head and layer it must be): by heads, which
+    stand outermost; then by layers."""
     heads, layers = pair.heads, pair.layers
     if page_nbytes(layout, Shard(layers.start, layers.stop, heads.start, heads.stop, 1)) <= nbytes:
         yield pair
     elif len(heads) > 1:
         for half in split(len(heads), 2):
             yield from fitting(pair._replace(heads=heads[half.start : half.stop]), layout, nbytes)
-    elif len(layers) > 1:
+    else:
+        assert len(layers) > 1, f"of one head and layer a page of {layout.page_size} tokens is more than {nbytes} bytes"
         for half in split(len(layers), 2):
             yield from fitting(pair._replace(layers=layers[half.start : half.stop]), layout, nbytes)
-    else:
-        yield pair
 
 
 def say(peer: str, ways: Ways, move: Move) -> None:
