@@ -23,7 +23,19 @@ from pd.runtime.wire.values import Finish, Load, Ticket
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _COUNTED = ("repeated", "joined", "draining", "suspect", "left", "lost", "refused", "differs", "nonsense", "corrupted")
 _LOUD = frozenset(
-    {"joined", "left", "lost", "refused", "unreachable", "draining", "nonsense", "unexpected", "differs", "corrupted"}
+    {
+        "joined",
+        "left",
+        "lost",
+        "refused",
+        "unreachable",
+        "barred",
+        "draining",
+        "nonsense",
+        "unexpected",
+        "differs",
+        "corrupted",
+    }
 )
 """Stamps about instances that a person wants to see; those of single requests are INFO all the same."""
 

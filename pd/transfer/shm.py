@@ -22,7 +22,7 @@ from pd.transfer.host import Life, is_dead, this_life, why_elsewhere
 from pd.transfer.outbox import Outbox
 from pd.transfer.region import Region, check_size, check_spans
 from pd.transfer.shm_worker import CLOSED, DOOR_NBYTES, Peer, ShmWorker, Source, Task, door_offset, open_source
-from pd.transfer.transport import Completion, RegistrationFailed, Span, TransferError
+from pd.transfer.transport import CannotMeet, Completion, RegistrationFailed, Span, TransferError
 
 MAX_JOBS = 4096
 """Waiting for one peer; more are refused. A step gives each peer a few, so this many means a stuck worker."""
@@ -116,10 +116,10 @@ class ShmTransport:
         there = decode(peer, endpoint)
         region = self._own_region()
         if (reason := why_elsewhere(there.life, self._life)) is not None:
-            raise TransferError(f"shm cannot reach {peer}: it runs {reason}")
+            raise CannotMeet(f"shm cannot reach {peer}: it runs {reason}; tcp can")
         if (there.card is None) != (self._card is None):
             ours, theirs = ("on a GPU" if card else "in host memory" for card in (self._card, there.card))
-            raise TransferError(f"shm cannot reach {peer}: its KV is {theirs}, ours {ours}; tcp can")
+            raise CannotMeet(f"shm cannot reach {peer}: its KV is {theirs}, ours {ours}; tcp can")
         if peer in self._severed or there.me in self._severed:
             raise TransferError(f"{peer} was severed; a new life of it has a new name")
         if peer in self._peers and not self._peers[peer][1].is_gone:

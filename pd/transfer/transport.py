@@ -45,8 +45,12 @@ _LIKELY_SHARED = "--transfer tcp goes through host memory; PyTorch's expandable 
 _LIKELY_GPU = "most often GPUDirect is missing (nvidia-peermem, or dma-buf): pd doctor --only gpudirect,rdma"
 
 
-class LayoutMismatch(TransferError):
-    """Two peers whose KV cannot meet. The message prints both values."""
+class CannotMeet(TransferError):
+    """Two peers between whom nothing can be moved, however often it is tried. The message prints both values."""
+
+
+class LayoutMismatch(CannotMeet):
+    """Of their KV."""
 
 
 class Span(NamedTuple):
@@ -102,7 +106,8 @@ class Transport(Protocol):
         """What a peer needs to reach the region: opaque, at most 16 KiB, sent to peers in `Hello`."""
 
     def connect(self, peer: str, endpoint: bytes) -> None:
-        """Begin to reach `peer`. Jobs may be given at once; they wait. Raises TransferError on a malformed endpoint."""
+        """Begin to reach `peer`. Jobs may be given at once; they wait. Raises TransferError on a malformed endpoint,
+        CannotMeet where such a peer is out of this backend's reach."""
 
     def describe(self, peer: str) -> str | None:
         """The way to a connected peer and why, for a person: `shm (one host)`. None while that is not decided yet.

@@ -109,6 +109,7 @@ def scenario(seed: int, profile: Profile | None = None, size: Size | None = None
         direction=direction,
         verifies=verifies,
         streams=seed // 11 % 3 == 0,
+        misfits=frozenset(("p0", "d0") if is_shaky and {"p1", "d1"} <= set(names) and seed // 13 % 3 == 0 else ()),
         staging=staging if seed // 5 % (2 if direction == "pull" else 4) == 0 else None,
         clock_offsets={name: rng.choice((0.0, rng.uniform(0.0, 3600.0))) for name in ["router", *names]},
         clock_rates={name: rng.choice((1.0, rng.uniform(0.97, 1.03))) for name in ["router", *names]},

@@ -32,8 +32,9 @@ from pd.runtime.core.reads import Reads
 from pd.runtime.core.router import RouterBrain
 from pd.runtime.core.step import Step
 from pd.runtime.core.timetable import Timetable
+from pd.runtime.core.work import Work
 from pd.runtime.wire.messages import Fenced, Landed, Missing, Prefill, Reserve, Wanted
-from pd.runtime.wire.plans import Severed, WriteDone
+from pd.runtime.wire.plans import PeerUnreachable, Severed, WriteDone
 from pd.runtime.wire.values import Finish, Handle, Ticket, Token
 from pd.transfer.handoff import INBOX, OUTBOX, InboxState, OutboxState
 from pd.transfer.handoff import Effect as Do
@@ -246,6 +247,16 @@ def never_attach_again(patch: Patch) -> None:
     patch.setattr(Links, "break_off", give_up)
 
 
+def never_take_no_for_an_answer(patch: Patch) -> None:
+    """Who can never be reached is tried again, as if its way were broken."""
+    unreachable = Work._unreachable
+
+    def try_on(self: Work, message: PeerUnreachable, now: float) -> list[Effect]:
+        return unreachable(self, msgspec.structs.replace(message, is_final=False), now)
+
+    patch.setattr(Work, "_unreachable", try_on)
+
+
 # ---- pages ------------------------------------------------------------------------------------------------------
 
 
@@ -366,6 +377,7 @@ FAULTS: dict[str, Plant] = {
     ),
     "a ticket counts for every life of the writer": write_by_any_ticket,
     "a broken way is never tried again": never_attach_again,
+    "who can never be reached is tried again and again": never_take_no_for_an_answer,
     "clocks of two hosts are compared": compare_clocks,
     "a ticket that comes twice is fenced though its writes are under way": fence_what_is_not_held,
     # both

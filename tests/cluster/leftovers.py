@@ -19,6 +19,7 @@ REMEMBERED = {
     "Membership._ended": "late messages of ended lives are known by it; bounded",
     "Membership._asked_at": "strangers asked of late",
     "Member.parted": "lives that it can meet no more; forgotten with them",
+    "Member.misfits": "lives that it never could meet; forgotten with them",
     "PagePool._counts": "one a page",
     "PagePool._free": "all of them",
     "Flight._free_slots": "all of them",

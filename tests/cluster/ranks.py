@@ -75,13 +75,17 @@ class Ranks:
         num_heads: int,
         streams: bool = False,
         staging: tuple[int, int] | None = None,
+        misfits: frozenset[str] = frozenset(),
     ) -> None:
-        """`staging`: slots, and tokens of each; None: all is moved as it lies."""
+        """`staging`: slots, and tokens of each; None: all is moved as it lies. `misfits`: peers that can never be
+        reached from here."""
         self.life = life
         self.page_size = spec.page_size
         self.is_alive = True
         self.num_heads = num_heads
         self._streams = streams
+        self._misfits = misfits
+        self._barred: set[tuple[int, Peer]] = set()  # which rank has said of whom that it can never reach it
         slots = (
             [(*staging, num_heads // spec.num_ranks, self._start, self._stick)] * spec.num_ranks
             if staging is not None
@@ -167,12 +171,12 @@ class Ranks:
         for page in pages:
             self.owners[page] = Claim(handle, self._writers[handle])
 
-    def say_unreachable(self, rank: int, peer: Peer) -> None:
+    def say_unreachable(self, rank: int, peer: Peer, is_final: bool = False) -> None:
         if not self.is_alive:
             return
         if self._peers[rank].get(peer.name) == peer:
             del self._peers[rank][peer.name]  # until it is attached again
-        self._answer(rank, PeerUnreachable(*peer, reason="injected"))
+        self._answer(rank, PeerUnreachable(*peer, reason="injected", is_final=is_final))
 
     @property
     def num_held(self) -> int:
@@ -313,8 +317,15 @@ class Ranks:
         if peer in self._cut[rank]:  # for good
             self._answer(rank, PeerUnreachable(*peer, reason="was severed"))
             return
-        self._peers[rank][peer.name] = peer
         self._known[rank].add(peer)
+        if peer.name in self._misfits:
+            if (rank, peer) in self._barred:
+                raise Violation(f"rank {rank} of {self.life} is to attach {peer}, and has said that it never can")
+            self._barred.add((rank, peer))
+            self.happened["barred"] += 1
+            self._clock.after(self._rng.uniform(0.0, 0.1), self.say_unreachable, rank, peer, True)
+            return
+        self._peers[rank][peer.name] = peer
         if (chance := self.attach_error()) and self._rng.random() < chance:
             self.happened["attach error"] += 1
             self._clock.after(self._rng.uniform(0.0, 0.1), self.say_unreachable, rank, peer)

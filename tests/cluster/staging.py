@@ -52,6 +52,8 @@ def staged(
     max_prefill_tokens: int = 16,
     seed: int = 0,
     brains: Brains | None = None,
+    misfits: frozenset[str] = frozenset(),
+    num_probes: int = 1,
 ) -> World:
     """Run it to its end; raises Violation for whatever must never be. `is_calm`: nothing may be repeated or refused."""
     whole = Scenario(
@@ -60,7 +62,7 @@ def staged(
         Size.SMALL,
         tuple(instances),
         tuple(asks),
-        (ask("probe", 0.0, 5, 4),),
+        (ask("probe", 0.0, 5, 4),) * num_probes,
         strikes,
         odds,
         can_sever=can_sever,
@@ -68,6 +70,7 @@ def staged(
         settled_at=whole_at + 7.0,
         max_model_len=MAX_MODEL_LEN,
         max_prefill_tokens=max_prefill_tokens,
+        misfits=misfits,
     )
     world = World(whole, brains=brains or Brains(), trace=Trace(is_kept=False))
     world.run()

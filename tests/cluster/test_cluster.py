@@ -18,6 +18,7 @@ MANY = 1000
 FIRST = int(os.environ.get("CLUSTER_FIRST_SEED", "0"))
 HAPPENED = {
     "attach error": 500,
+    "barred": 500,
     "client left": 500,
     "corrupted": 200,
     "cut off": 500,

@@ -20,7 +20,7 @@ from pd.runtime.wire.messages import (
     Stop,
     Tokens,
 )
-from pd.runtime.wire.plans import Attach, Sever, Severed, StepDone, StepKind, StepPlan
+from pd.runtime.wire.plans import Attach, PeerUnreachable, Sever, Severed, StepDone, StepKind, StepPlan
 from pd.runtime.wire.values import Finish, Handle, Role, Stage, Token
 
 PREFILL = hello("p", Role.PREFILL)
@@ -235,6 +235,22 @@ def test_a_reservation_that_does_not_land_is_failed_then_fenced_then_severed() -
     assert me.brain.is_idle()
     refused = said(me.router(reserve_for("rr", 4, life=P)), Refused)
     assert [each.is_parted for each in refused] == [True]
+
+
+def test_nothing_is_promised_to_who_can_never_be_reached_and_the_reason_is_told() -> None:
+    me = decoder()
+    before = reserve(me, 4)
+    why = "shm cannot reach p.1.0: it runs on another host"
+    effects = me.rank(PeerUnreachable("p", EPOCH, why, is_final=True))
+    assert said(effects, Failed) == [], "its own word of the promise comes"
+    (refused,) = said(me.router(reserve_for("rr", 4, life=P)), Refused)
+    assert (refused.retry_after_s, refused.is_parted) == (None, True) and refused.reason.endswith(f"p: {why}")
+    me.peer(P, Fenced(before.handle, "barred there, too"))
+    assert said(me.wait(60.0), Attach) == [] and me.brain.is_idle()
+    assert said(me.effects, Exit) == []
+    me.meet(hello("p", Role.PREFILL, epoch="2"))
+    me.wait(0.2)
+    assert len(said(me.router(reserve_for("rrr", 4, life=Peer("p", "2"))), Reserved)) == 1
 
 
 def test_a_lost_peers_pages_wait_until_all_ranks_have_severed_it() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -381,6 +382,44 @@ def test_who_is_cut_off_from_all_must_start_again() -> None:
     assert bench.brain.missing() == (Role.PREFILL,)
     effects = bench.join(hello("p0", Role.PREFILL, epoch="2"))
     assert only_reserve(effects)[1].prefill_epoch == "2"
+
+
+def barred(bench: Bench, decode: str, reserve: Reserve) -> list[Effect]:
+    return bench.hear(decode, Refused(reserve.handle, "64 heads there, 8 here", None, is_parted=True))
+
+
+def test_a_pair_between_whom_nothing_can_be_moved_is_made_once_and_others_serve() -> None:
+    bench = pair_bench()
+    bench.join(hello("p1", Role.PREFILL), hello("d1", Role.DECODE))
+    name, reserve = only_reserve(bench.submit("a"))
+    assert (name, reserve.prefill) == ("d0", "p0")
+    effects = barred(bench, "d0", reserve)
+    name, reserve = only_reserve(effects)
+    assert (name, reserve.prefill) == ("d1", "p0")
+    assert [(each.subject, each.detail) for each in effects if isinstance(each, Stamp) and each.what == "barred"] == [
+        ("p0", "from d0: 64 heads there, 8 here")
+    ]
+    name, reserve = only_reserve(barred(bench, "d1", reserve))
+    assert (reserve.prefill, reserve.handle.request_id) == ("p1", "a") and bench.endings_of("a") == []
+    assert sent(bench.wait(20.0), Refusal) == [], "a new life could do no better"
+
+
+def test_where_no_two_can_serve_together_requests_are_refused_at_once_saying_why() -> None:
+    bench = pair_bench()
+    _, reserve = only_reserve(bench.submit("a"))
+    barred(bench, "d0", reserve)
+    bench.submit("b")
+    why = "p0 and d0 cannot serve together: 64 heads there, 8 here"
+    for ending in bench.endings_of("a") + bench.endings_of("b"):
+        assert isinstance(ending, End) and (ending.status, ending.reason) == (503, why)
+    assert len(bench.endings_of("a")) == len(bench.endings_of("b")) == 1
+    instances: Any = bench.brain.state()["instances"]
+    assert [each["cannot_meet"] for each in instances] == [{"d0": why}, {}]
+    bench.submit("one", max_tokens=1)  # prefill alone serves that
+    assert bench.endings_of("one") == []
+    effects = bench.join(hello("d0", Role.DECODE, epoch="2"))
+    assert sent(effects, Reserve) == []
+    assert only_reserve(bench.submit("c"))[0] == "d0"
 
 
 def test_a_new_life_of_decode_can_meet_whom_the_old_one_cut_off() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from brains import PAGE, Instance, answer, hello, prefill_for, said, sample, ticket_of
 
-from pd.runtime.core.events import Peer
+from pd.runtime.core.events import Peer, Stamp
 from pd.runtime.wire.messages import (
     Cancel,
     Cancelled,
@@ -381,6 +381,24 @@ def test_a_broken_way_fails_what_uses_it_and_is_tried_again() -> None:
     me.settle()
     assert [attach.peer for attach in said(me.wait(0.3), Attach)] == ["d"]
     submit(me, 5, name="rrr")
+    assert len(said(me.settle(), Landed)) == 1
+
+
+def test_who_can_never_be_reached_is_tried_no_more_and_what_is_meant_for_it_is_refused_at_once_saying_why() -> None:
+    me = prefiller(num_ranks=2)
+    request = submit(me, 5)
+    why = "head_dim: theirs is 16, ours is 8"
+    effects = me.rank(PeerUnreachable("d", "1", why, is_final=True), 1)
+    assert [failed.handle for failed in said(effects, Failed)] == [request.handle]
+    refused = said(me.router(prefill_for("rr", 5, ticket=ticket_of(DECODE, 5))), Refused)
+    assert [(each.retry_after_s, each.is_parted) for each in refused] == [(None, True)]
+    assert refused[0].reason.endswith(f"d: {why}")
+    me.settle()
+    assert said(me.wait(60.0), Attach) == [] and me.brain.is_idle()
+    assert [each.what for each in said(me.effects, Stamp) if each.subject == "d"] == ["attached", "barred"]
+    reborn = hello("d", Role.DECODE, epoch="2")
+    assert [attach.epoch for attach in said(me.meet(reborn) + me.wait(0.2), Attach)] == ["2"]
+    me.router(prefill_for("rrr", 5, ticket=ticket_of(reborn, 5)))
     assert len(said(me.settle(), Landed)) == 1
 
 

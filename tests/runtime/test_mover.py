@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from msgspec.structs import replace
 
 from pd.runtime.roles.mover import Mover, rank_name
 from pd.runtime.wire.plans import Attach, PeerUnreachable, Sever, Severed, WriteDone, WriteJob
@@ -106,7 +107,16 @@ def test_a_peer_whose_layout_cannot_meet_is_unreachable_by_name() -> None:
     prefill, decode = Side(hub, "p", tp=1), Side(hub, "d", tp=1, layout=other)
     (answer,) = prefill.movers[0].attach(decode.order())
     assert isinstance(answer, PeerUnreachable)
-    assert answer.peer == "d" and "head_dim" in answer.reason and "8" in answer.reason
+    assert answer.peer == "d" and "head_dim" in answer.reason and "8" in answer.reason and answer.is_final
+
+
+def test_what_another_try_may_mend_is_not_said_to_be_final() -> None:
+    hub = MemoryHub()
+    prefill, decode = Side(hub, "p", tp=1), Side(hub, "d", tp=1)
+    (answer,) = prefill.movers[0].attach(replace(decode.order(), endpoints=(b"scrambled",)))
+    assert isinstance(answer, PeerUnreachable) and not answer.is_final
+    assert answer.reason.startswith("d.e.0 sent no memory endpoint")
+    assert prefill.movers[0].attach(decode.order()) == []
 
 
 def test_after_severing_nothing_is_sent_and_asking_again_says_so() -> None:

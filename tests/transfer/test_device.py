@@ -15,7 +15,7 @@ from pd.transfer.device import Gpu, Move, wait
 from pd.transfer.region import Region
 from pd.transfer.shm import ShmTransport
 from pd.transfer.tcp_ends import PORTION_NBYTES, StagedEnds, portioned
-from pd.transfer.transport import PeerLost, RegistrationFailed, Span, TransferError
+from pd.transfer.transport import CannotMeet, PeerLost, RegistrationFailed, Span, TransferError
 from tests.transfer.card import Card
 from tests.transfer.kit import Net, done_jobs, wait_jobs, wait_lost
 
@@ -128,7 +128,7 @@ def test_shm_refuses_to_mix_a_card_and_a_host_and_says_what_can() -> None:
     a, _ = one.make("a", 64)
     b, _ = other.make("b", 64)
     for end, there, told in ((a, b, "its KV is in host memory, ours on a GPU"), (b, a, "its KV is on a GPU, ours in")):
-        with pytest.raises(TransferError, match=f"shm cannot reach x: {told}.*; tcp can"):
+        with pytest.raises(CannotMeet, match=f"shm cannot reach x: {told}.*; tcp can"):
             end.connect("x", there.endpoint())
     one.close()
     other.close()

@@ -14,7 +14,7 @@ from pd.transfer.auto import AutoTransport
 from pd.transfer.choose import make_transport
 from pd.transfer.host import is_dead, this_life, watch, why_elsewhere
 from pd.transfer.shm import ShmEndpoint, ShmTransport
-from pd.transfer.transport import Span, TransferError
+from pd.transfer.transport import CannotMeet, Span, TransferError
 from tests.transfer.kit import Child, Net, done_jobs, lost_after_write, open_fds, wait_jobs, wait_lost
 
 
@@ -41,10 +41,10 @@ def test_a_peer_on_another_host_or_in_another_container_is_refused_saying_so(net
     b, _ = net.make("b", 64)
     there = shm_part(b.endpoint())
     other_host = with_life(there, boot_id="0000-1111")
-    with pytest.raises(TransferError, match=r"shm cannot reach b: it runs on another host \(boot 0000-1111, ours "):
+    with pytest.raises(CannotMeet, match=r"shm cannot reach b: it runs on another host \(boot 0000-1111, ours "):
         a.connect("b", msgspec.msgpack.encode(other_host))
     other_container = with_life(there, pid_namespace="pid:[1]")
-    with pytest.raises(TransferError, match=r"in another container \(pid:\[1\], ours pid:\["):
+    with pytest.raises(CannotMeet, match=r"in another container \(pid:\[1\], ours pid:\["):
         a.connect("b", msgspec.msgpack.encode(other_container))
 
 

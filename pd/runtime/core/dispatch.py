@@ -16,7 +16,7 @@ from pd.runtime.config import RouterConfig
 from pd.runtime.core.answer import Answer, Move, Piece, State
 from pd.runtime.core.events import Effect, Emit, End, Send, Stamp
 from pd.runtime.core.lists import Lists
-from pd.runtime.core.member import Member, Standing
+from pd.runtime.core.member import Member, Standing, part, why_none_meet
 from pd.runtime.core.membership import Membership
 from pd.runtime.core.placement import fits_nowhere
 from pd.runtime.core.timetable import Timetable
@@ -142,8 +142,10 @@ class Dispatch:
         after_s, reason = refused.retry_after_s, refused.reason
         answer.last_reason = f"{member.name}: {reason}"
         if refused.is_parted:
-            if answer.prefill is not None and answer.decode is not None:
-                answer.prefill.part_from(answer.decode.peer)
+            self._effects += part(answer.prefill, answer.decode, reason, is_for_good=after_s is None)
+            if answer.wish.decodes and (why := why_none_meet(self._members)) is not None:
+                self.end(answer, why, now, status=503, knows=member)
+                return
         elif after_s is None:
             answer.unfit.add(member.name)
             if fits_nowhere(self._members, answer.wish):

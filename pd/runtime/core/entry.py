@@ -13,23 +13,37 @@ from pd.runtime.wire.messages import Failed, Fenced, Prefill, Refused, Reserve
 from pd.runtime.wire.values import Stage, Ticket
 
 
+class Apart(NamedTuple):
+    """There is no way to the peer now."""
+
+    retry_after_s: float | None
+    is_parted: bool  # both as in Refused
+
+
 class Fault(NamedTuple):
     stage: Stage
     reason: str
     is_retryable: bool
-    is_apart: bool = False  # there is no way to the peer, now: that is no failed attempt
-    is_parted: bool = False  # nor will there be one, as in Refused
+    apart: Apart | None = None  # None: it is a failed attempt
 
 
 APART_S = 0.1
 """Until one that has no way to a peer is asked again: the peer may be on the list by then, or be attached again."""
 
 
+def apart(life: Peer, links: Links, reason: str) -> tuple[str, Apart]:
+    """What is said of a request for that life, which is not attached: `reason`, unless it can never be."""
+    fault = links.why_barred(life)
+    if fault is not None:
+        return f"nothing can be moved between here and {life.name}: {fault}", Apart(None, is_parted=True)
+    return reason, Apart(APART_S, links.is_cut(life))
+
+
 def refuse(message: Prefill, fault: Fault) -> list[Effect]:
     """Fail a request that is not taken, and let its peer free what it promised."""
     answer: Failed | Refused = Failed(message.handle, fault.stage, fault.reason, fault.is_retryable)
-    if fault.is_apart:
-        answer = Refused(message.handle, fault.reason, APART_S, fault.is_parted)
+    if fault.apart is not None:
+        answer = Refused(message.handle, fault.reason, *fault.apart)
     effects: list[Effect] = [Send(ROUTER, answer), Stamp(str(message.handle), "failed", fault.reason)]
     if message.ticket is not None:
         effects.append(Send(message.ticket.decode, Fenced(message.handle, fault.reason)))
@@ -61,8 +75,8 @@ def ticket_fault(ticket: Ticket, num_tokens: int, *, me: Peer, links: Links, pag
         return Fault(Stage.TRANSFER, reason, True)
     peer = links.find(life)
     if peer is None:
-        reason = f"{life.name} (epoch {life.epoch}) is not attached here"
-        return Fault(Stage.TRANSFER, reason, True, is_apart=True, is_parted=links.is_cut(life))
+        reason, how = apart(life, links, f"{life.name} (epoch {life.epoch}) is not attached here")
+        return Fault(Stage.TRANSFER, reason, True, how)
     size = peer.layout.page_size
     if ticket.held_tokens % math.lcm(page_size, size):
         reason = f"{ticket.held_tokens} held tokens are no whole pages of {page_size} and {size} tokens"

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pd.runtime.core.decode import DecodePart
-from pd.runtime.core.entry import APART_S, never_fits, pages_to_promise
+from pd.runtime.core.entry import apart, never_fits, pages_to_promise
 from pd.runtime.core.events import ROUTER, Effect, Exit, Order, Peer, Send, Stamp
 from pd.runtime.core.lives import Links
 from pd.runtime.core.pages import PageTable, num_pages_for
@@ -230,7 +230,8 @@ class Inboxes:
         max_waiting = self._settings.step.max_waiting
         if self._links.find(life) is None:
             reason = f"{self._me.name} is not attached to {life.name} (epoch {life.epoch}), and could not sever it"
-            return Refused(message.handle, reason, APART_S, self._links.is_cut(life))
+            reason, how = apart(life, self._links, reason)
+            return Refused(message.handle, reason, *how)
         if len(self._inboxes) + len(self._decode.ready) >= max_waiting:
             reason = f"{max_waiting} requests wait already"
             return Refused(message.handle, reason, self._settings.deadlines.retry_after_s)

@@ -60,6 +60,7 @@ class Way(enum.Enum):
     CLOSED = enum.auto()  # to be attached as soon as it can be
     OPEN = enum.auto()
     CUT = enum.auto()  # for good: a transfer cannot take back a Sever
+    BARRED = enum.auto()  # for good: from what the two are it follows that nothing can be moved between them
 
 
 @dataclass(slots=True)
@@ -68,6 +69,7 @@ class Link:
     way: Way
     attach_at: float  # not before
     is_broken: bool = False  # said so, and not yet mended for SETTLED_S
+    fault: str | None = None  # why it is BARRED
 
 
 class Links:
@@ -85,8 +87,8 @@ class Links:
 
     @property
     def is_isolated(self) -> bool:
-        """Every peer that lives was cut off. Only a new life of ours can reach them."""
-        return bool(self._links) and all(link.way is Way.CUT for link in self._links.values())
+        """Every peer that lives and can be reached at all was cut off. Only a new life of ours can reach them."""
+        return {link.way for link in self._links.values()} - {Way.BARRED} == {Way.CUT}
 
     def find(self, life: Peer) -> Hello | None:
         """The peer, if our ranks are attached to this very life of it."""
@@ -106,7 +108,7 @@ class Links:
     def cut(self, life: Peer) -> list[Effect]:
         """Have that life severed, and know it as such from now on. Nothing is ordered while an answer is due."""
         link = self._links.get(life.name)
-        if link and link.hello.epoch == life.epoch:
+        if link and link.hello.epoch == life.epoch and link.way is not Way.BARRED:
             link.way = Way.CUT
         effects: list[Effect] = [] if life in self._severed else [Stamp(life.name, "severed", f"epoch {life.epoch}")]
         self._severed[life] = None
@@ -121,6 +123,11 @@ class Links:
     def is_cut(self, life: Peer) -> bool:
         """For good: whoever pairs it with us should do so no more."""
         return life in self._severed
+
+    def why_barred(self, life: Peer) -> str | None:
+        """Why nothing can be moved to or from that life, or to a new one that is like it; None where that is not so."""
+        link = self._links.get(life.name)
+        return link.fault if link and link.hello.epoch == life.epoch else None
 
     def is_asked(self, life: Peer) -> bool:
         """The ranks were ordered to sever it, and not all have answered."""
@@ -140,6 +147,14 @@ class Links:
             return []
         link.is_broken = True
         return [Stamp(life.name, "unreachable", f"{reason}; trying on")]
+
+    def bar(self, life: Peer, reason: str) -> list[Effect]:
+        """A rank has found that it can never reach that life: nobody tries again. Nothing, if that is known."""
+        link = self._links.get(life.name)
+        if link is None or link.hello.epoch != life.epoch or link.way in (Way.CUT, Way.BARRED):
+            return []
+        link.way, link.fault = Way.BARRED, reason
+        return [Stamp(life.name, "barred", f"{reason}; a new life of it may do better")]
 
     def attach(self, has_open_jobs: Callable[[str], bool], now: float) -> list[Effect]:
         """Attach what can be attached. `has_open_jobs`: to any life of that name."""

@@ -6,7 +6,7 @@ import enum
 from collections.abc import Iterable, Iterator
 
 from pd.runtime.core.affinity import PrefixMemory
-from pd.runtime.core.events import Peer
+from pd.runtime.core.events import Effect, Peer, Stamp
 from pd.runtime.wire.messages import Hello
 from pd.runtime.wire.values import WIRE_VERSION, Load, Role
 
@@ -58,6 +58,7 @@ class Member:
         "held_tokens",
         "hello",
         "load",
+        "misfits",
         "num_assigned",
         "parted",
         "peer",
@@ -80,7 +81,8 @@ class Member:
         self.foreign_running = 0  # it reports more than we gave it: left over from another life of the router
         self.foreign_tokens = 0
         self.backoff_until = 0.0
-        self.parted: set[Peer] = set()  # lives of the other role that it can meet no more
+        self.parted: set[Peer] = set()  # lives of the other role that it can meet no more, and a new life of it could
+        self.misfits: dict[Peer, str] = {}  # those that it never could meet, and why
         self.prefixes = PrefixMemory(self.num_pages)
 
     @property
@@ -112,6 +114,7 @@ class Member:
             "num_waiting": load.num_waiting if load else None,
             "num_free_pages": load.num_free_pages if load else None,
             "num_pages": load.num_pages if load else self.num_pages,
+            "cannot_meet": {other.name: reason for other, reason in self.misfits.items()},
         }
 
     def move(self, sign: Sign) -> bool:
@@ -142,7 +145,7 @@ class Member:
         self.backoff_until = 0.0  # something became free: it may be asked again
 
     def can_meet(self, other: Member) -> bool:
-        return other.peer not in self.parted
+        return other.peer not in self.parted and other.peer not in self.misfits
 
     def part_from(self, other: Peer) -> None:
         """One has cut the other off; neither transfer can undo it."""
@@ -151,6 +154,7 @@ class Member:
     def forget(self, other: Peer) -> None:
         """That life has ended."""
         self.parted.discard(other)
+        self.misfits.pop(other, None)
 
     def back_off(self, until: float) -> None:
         self.backoff_until = until
@@ -168,6 +172,34 @@ def is_isolated(member: Member, members: Iterable[Member]) -> bool:
     """There are instances of the other role, and it can meet none of them."""
     others = [other for other in members if OTHER.get(other.role) is member.role]
     return bool(others) and not any(map(member.can_meet, others))
+
+
+def part(prefill: Member | None, decode: Member | None, reason: str, *, is_for_good: bool) -> list[Effect]:
+    """The two, as one of them says, cannot serve together: in these lives or, `is_for_good`, in none like them."""
+    if prefill is None or decode is None:
+        return []
+    if not is_for_good:
+        prefill.part_from(decode.peer)
+        return []
+    is_known = decode.peer in prefill.misfits
+    prefill.misfits[decode.peer] = f"{prefill.name} and {decode.name} cannot serve together: {reason}"
+    return [] if is_known else [Stamp(prefill.name, "barred", f"from {decode.name}: {reason}")]
+
+
+def why_none_meet(members: Iterable[Member]) -> str | None:
+    """Why no two of the living can serve together, whatever is tried; None where some could, or one serves alone."""
+    staying = [member for member in members if member.standing in (Standing.ALIVE, Standing.SUSPECT)]
+    decodes = [member for member in staying if member.role is Role.DECODE]
+    reason = None
+    for member in staying:
+        if member.role is Role.COLOCATED:
+            return None
+        if member.role is Role.PREFILL:
+            for decode in decodes:
+                reason = member.misfits.get(decode.peer)
+                if reason is None:
+                    return None
+    return reason
 
 
 def mismatch(sender: Peer, hello: Hello, others: Iterable[Hello]) -> str | None:

@@ -7,7 +7,7 @@ Rules
 
 from __future__ import annotations
 
-from pd.runtime.core.entry import APART_S, ticket_fault
+from pd.runtime.core.entry import ticket_fault
 from pd.runtime.core.events import ROUTER, Effect, Order, Peer, Send, Stamp
 from pd.runtime.core.lives import Links
 from pd.runtime.core.outbox import Outboxes, offering
@@ -43,8 +43,8 @@ class Offers:
         fault = ticket_fault(ticket, num_tokens, me=self._me, links=self._links, page_size=page_size)
         if fault is not None:
             outbox.life = Peer(ticket.decode, ticket.epoch)  # who is to hear that nothing will be written
-            if fault.is_apart:
-                refused = Send(ROUTER, Refused(handle, fault.reason, APART_S, fault.is_parted))
+            if fault.apart is not None:
+                refused = Send(ROUTER, Refused(handle, fault.reason, *fault.apart))
                 return [refused, *(self._prefill.cancel(handle, fault.reason, now=now) or [])]
             return self._prefill.fail(handle, fault.stage, reason=fault.reason, now=now)
         self._outboxes.assign(outbox, ticket)

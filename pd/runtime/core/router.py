@@ -29,7 +29,7 @@ from pd.runtime.core.events import (
     Submit,
     Tick,
 )
-from pd.runtime.core.member import Member, Sign, missing_roles
+from pd.runtime.core.member import Member, Sign, missing_roles, why_none_meet
 from pd.runtime.core.membership import Changes, Membership, hang_up
 from pd.runtime.wire.messages import (
     AnyMessage,
@@ -133,6 +133,8 @@ class RouterBrain:
             refused = 503, f"the router ends: {self._draining}"
         elif missing := self.missing():
             refused = 503, f"no {' and no '.join(role.value for role in missing)} instance is ready"
+        elif submit.sampling.max_tokens > 1 and (why := why_none_meet(self._members)) is not None:
+            refused = 503, why
         elif num_waiting >= self._config.max_queue:
             refused = 429, f"{num_waiting} requests wait already, and no more may"
         if refused is None:

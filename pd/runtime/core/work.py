@@ -62,7 +62,7 @@ class Work:
                 severed = self._tally.severed(rank, message)
                 return self._severed(severed, now) if severed else []
             case PeerUnreachable():
-                return self._unreachable(Peer(message.peer, message.epoch), message.reason, now=now)
+                return self._unreachable(message, now)
             case _:
                 return None
 
@@ -141,9 +141,10 @@ class Work:
 
         return self._parts.links.attach(has_open_jobs, now)
 
-    def _unreachable(self, life: Peer, reason: str, *, now: float) -> list[Effect]:
+    def _unreachable(self, message: PeerUnreachable, now: float) -> list[Effect]:
         """A rank cannot reach that life. Promises to it stand: membership and deadlines tell what becomes of them."""
-        effects = self._parts.links.break_off(life, reason, now=now)
+        life, reason, links = Peer(message.peer, message.epoch), message.reason, self._parts.links
+        effects = links.bar(life, reason) if message.is_final else links.break_off(life, reason, now=now)
         if effects and self._parts.prefill is not None:
             effects += self._parts.prefill.unreachable(life, reason, now=now)
         return effects

@@ -31,7 +31,7 @@ from pd.transfer.many import plan
 from pd.transfer.packed import End, Move, PackedWay
 from pd.transfer.pairs import pair_up
 from pd.transfer.plan import Route
-from pd.transfer.transport import JobDone, JobFailed, PeerLost, Span, TransferError, Transport
+from pd.transfer.transport import CannotMeet, JobDone, JobFailed, PeerLost, Span, TransferError, Transport
 
 log = logging.getLogger("pd.rank")
 
@@ -105,7 +105,8 @@ class Mover:
             for name, endpoint in zip(names, order.endpoints, strict=True):
                 self.transport.connect(name, endpoint)
         except (TransferError, ValueError) as error:
-            return [PeerUnreachable(order.peer, order.epoch, str(error))]
+            is_final = isinstance(error, CannotMeet | ValueError)  # it follows from what the two are
+            return [PeerUnreachable(order.peer, order.epoch, str(error), is_final)]
         life = _Life(order.peer, order.epoch, routes, reads, sent, groups, names)
         known, self._lives[order.peer] = self._lives.get(order.peer), life
         self._owners.update(dict.fromkeys(names, life))

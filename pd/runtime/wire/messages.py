@@ -147,7 +147,7 @@ class Reserved(Message, frozen=True):
 class Refused(Message, frozen=True):
     handle: Handle
     reason: str
-    retry_after_s: float | None  # None: it can never fit
+    retry_after_s: float | None  # None: it can never fit; or nothing could ever be moved between the two
     is_parted: bool = False  # these lives of prefill and decode can meet no more: one has cut the other off
 
 

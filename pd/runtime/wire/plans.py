@@ -135,6 +135,7 @@ class PeerUnreachable(Message, frozen=True):
     peer: str
     epoch: str
     reason: str
+    is_final: bool = False  # between these two lives: trying again is no use
 
 
 class RankReady(Message, frozen=True):
