@@ -76,6 +76,8 @@ def launch_config(options: LaunchOptions) -> InstanceConfig | RouterConfig:
         faults += _strange(options, _OF_INSTANCES, "instances; a router")
     else:
         faults += _strange(options, _OF_ROUTERS, "the router; an instance")
+    if options.role in (Role.DECODE.value, Role.COLOCATED.value):
+        faults += _strange(options, ("stream_layers",), f"a prefill instance; a {options.role} one")
     if faults:
         raise ConfigError(*faults, hint="pd launch --help")
     check_keys(options)
@@ -154,9 +156,12 @@ def shared_faults(options: SharedOptions) -> Iterator[str]:
         if options.num_pages is not None:
             yield f"--num-pages {options.num_pages} and --kv-memory {options.kv_memory} both size the pool"
     yield from read_transfer_params(options.transfer_param or ())[1]
-    if options.stream_layers is not None and options.direction == "pull":
+    if options.stream_layers is not None:
         given = f"--stream-layers {options.stream_layers}"
-        yield f"{given} is for KV that prefill writes, and with --direction pull decode reads it"
+        if options.direction == "pull":
+            yield f"{given} is for KV that prefill writes, and with --direction pull decode reads it"
+        if options.reserve == "late":
+            yield f"{given} is for KV that goes while it is computed, and with --reserve late it goes when all is"
     if not 0 < options.deadline < math.inf:
         yield f"--deadline is {options.deadline:g}, must be a number of seconds above 0"
     if not options.host:

@@ -81,6 +81,8 @@ def launches(options: ServeOptions) -> list[LaunchOptions]:
     specs = _specs(options)
     if len({role for role, _ in specs} & {Role.PREFILL, Role.DECODE}) == 1:
         faults.append("beside --colocated, --prefill and --decode come in pairs or not at all")
+    if options.stream_layers is not None and not any(role is Role.PREFILL for role, _ in specs):
+        faults.append(f"--stream-layers {options.stream_layers} is for prefill instances, and there is none")
     instances: list[LaunchOptions] = []
     for role, text in specs:
         number = sum(instance.role == role.value for instance in instances)
@@ -152,6 +154,8 @@ def _instance(options: ServeOptions, role: Role, text: str, *, number: int) -> t
     shared = {entry.name: getattr(options, entry.name) for entry in fields(SharedOptions)}
     for name in ("cores", *_ROUTERS_OWN):  # the first they all share between them
         del shared[name]
+    if role is not Role.PREFILL:
+        del shared["stream_layers"]
     instance = LaunchOptions(**{"role": role.value, "name": f"{role.value}-{number}", **shared, **settings})
     faults += own_faults(instance)
     return instance, [f'--{role.value} "{text}": {fault}' for fault in faults]

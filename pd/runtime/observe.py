@@ -33,6 +33,7 @@ _LOUD = frozenset(
         "draining",
         "nonsense",
         "unexpected",
+        "unused",
         "differs",
         "corrupted",
     }

@@ -142,10 +142,16 @@ class Instance:
         max_prefill_tokens: int = 8,
         max_waiting: int = 16,
         max_model_len: int = 64,
+        stream_layers: int | None = None,
     ) -> None:
         step = StepConfig(max_running=max_running, max_prefill_tokens=max_prefill_tokens, max_waiting=max_waiting)
         self.settings = BrainSettings(
-            page_size=PAGE, num_pages=num_pages, num_ranks=num_ranks, step=step, max_model_len=max_model_len
+            page_size=PAGE,
+            num_pages=num_pages,
+            num_ranks=num_ranks,
+            step=step,
+            max_model_len=max_model_len,
+            stream_layers=stream_layers,
         )
         self.hello = hello(name, role, epoch=epoch)
         self.me = Peer(name, epoch)

@@ -18,7 +18,7 @@ from brains import (
     ticket_of,
 )
 
-from pd.runtime.core.events import Effect, Peer
+from pd.runtime.core.events import Effect, Peer, Stamp
 from pd.runtime.wire.messages import (
     Cancel,
     Deliver,
@@ -92,6 +92,20 @@ def test_a_ticket_that_comes_twice_is_obeyed_once_and_nothing_is_promised_of_it(
     for job in transfer.jobs:
         me.rank(WriteDone(job.job, None, 1, 0.1))
     assert said(me.router(deliver), Fenced) == [Fenced(request.handle, "nothing of it is held")]
+
+
+def test_who_is_to_stream_layers_and_cannot_says_so_once() -> None:
+    late, pull, early = (prefiller(stream_layers=2) for _ in range(3))
+    for name in ("a", "bb"):
+        late.router(msgspec.structs.replace(prefill_for(name, 9), hands_off=True))
+        pull.router(prefill_for(name, 9, ticket=pulled(9)))
+        early.router(prefill_for(name, 9, ticket=ticket_of(DECODE, 9)))
+    told = [[stamp.detail for stamp in said(me.effects, Stamp) if stamp.what == "unused"] for me in (late, pull, early)]
+    assert told == [
+        ["--stream-layers 2, as the router has --reserve late: KV goes when all is computed"],
+        ["--stream-layers 2, as the router has --direction pull: decode reads the KV"],
+        [],
+    ]
 
 
 def test_what_no_ticket_comes_for_is_given_up_in_time() -> None:

@@ -241,8 +241,22 @@ def test_layers_are_streamed_by_who_writes() -> None:
     assert isinstance(config, InstanceConfig) and config.link.stream_layers == 8
     with pytest.raises(ConfigError, match="--stream-layers 8 is for KV that prefill writes"):
         launches(ServeOptions(stream_layers=8, direction="pull"))
+    with pytest.raises(ConfigError, match="--stream-layers 8 is for KV that goes while it is computed, and with --res"):
+        launches(ServeOptions(stream_layers=8, reserve="late"))
     (fault,) = faults(LaunchOptions(role="prefill", stream_layers=0))
     assert fault == "--stream-layers is 0, must be at least 1"
+
+
+@pytest.mark.parametrize("role", ["decode", "colocated"])
+def test_layers_are_streamed_by_nobody_else(role: str) -> None:
+    (fault,) = faults(LaunchOptions(role=role, stream_layers=8))
+    assert fault == f"--stream-layers 8 is for a prefill instance; a {role} one has no use for it"
+    one = ["tp=1"]
+    given = launches(ServeOptions(stream_layers=8, colocated=one, prefill=one, decode=one))
+    by_role = {each.role: each.stream_layers for each in given}
+    assert by_role == {"router": None, "prefill": 8, "decode": None, "colocated": None}
+    with pytest.raises(ConfigError, match="--stream-layers 8 is for prefill instances, and there is none"):
+        launches(ServeOptions(stream_layers=8, colocated=one))
 
 
 def test_attempts_and_deadline_reach_the_router() -> None:

@@ -42,6 +42,7 @@ class PrefillPart:
         self.prompts = prompts
         self.outboxes = outboxes
         self._links = links
+        self._stream_layers = settings.stream_layers  # until it was said to be of no use
 
     def submit(self, message: Prefill, now: float) -> list[Effect]:
         """Queue a request, or fail it at once saying why."""
@@ -63,7 +64,12 @@ class PrefillPart:
             outbox = self.outboxes.open(request)
             if message.ticket is not None:
                 self.outboxes.assign(outbox, message.ticket)
-        return [Stamp(str(message.handle), "queued", f"{len(message.tokens)} tokens")]
+        effects: list[Effect] = [Stamp(str(message.handle), "queued", f"{len(message.tokens)} tokens")]
+        if self._stream_layers is not None and (why := _why_not_streamed(message)) is not None:
+            detail = f"--stream-layers {self._stream_layers}, as the router has {why}"
+            effects.append(Stamp(self._me.name, "unused", detail))
+            self._stream_layers = None
+        return effects
 
     def cancel(self, handle: Handle, reason: str, *, now: float) -> list[Effect] | None:
         """The router wants it no more. None if nothing of it is here."""
@@ -230,3 +236,10 @@ class PrefillPart:
             outbox.reason = outbox.reason or reason
             return self.outboxes.move(outbox, event, now=now)
         return []
+
+
+def _why_not_streamed(message: Prefill) -> str | None:
+    """Why no KV of it can go by groups of layers, in the router's options."""
+    if message.ticket is not None and message.ticket.is_pull:
+        return "--direction pull: decode reads the KV"
+    return "--reserve late: KV goes when all is computed" if message.hands_off else None

@@ -55,4 +55,5 @@ class BrainSettings:
     step: StepConfig
     max_model_len: int  # tokens of prompt + answer
     prefix_cache: bool = True
+    stream_layers: int | None = None  # as the ranks were told, to say so where it is of no use
     deadlines: Deadlines = field(default_factory=Deadlines)

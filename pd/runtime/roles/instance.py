@@ -290,6 +290,7 @@ def _settings(config: InstanceConfig, hello: Hello) -> BrainSettings:
         step=config.step,
         max_model_len=hello.model.max_model_len,
         prefix_cache=config.kv.prefix_cache,
+        stream_layers=config.link.stream_layers,
     )
 
 
