@@ -11,7 +11,8 @@ from pd.transfer.transport import Completion
 
 
 class Outbox:
-    """A queue and the eventfd that is readable while it holds something. Safe from any thread.
+    """A queue and the eventfd that is readable while it holds something. `put` and `ring` are for any thread, the rest
+    for one: it never waits there for a thread that was put aside in the middle of ringing.
 
     Bounded by the jobs that backends take: each puts one completion a job and one a lost peer.
     """
@@ -25,8 +26,7 @@ class Outbox:
         self._is_open = True
 
     def put(self, *completions: Completion) -> None:
-        with self._lock:
-            self._waiting.extend(completions)
+        self._waiting.extend(completions)
         self.ring()
 
     def ring(self) -> None:
@@ -40,12 +40,12 @@ class Outbox:
 
     def drain(self) -> list[Completion]:
         """Everything put so far, in order. Also after `close`, for what failed by it."""
-        with self._lock:
-            if self._is_open and self._within is None:
-                with contextlib.suppress(BlockingIOError):  # nobody rang
-                    os.eventfd_read(self.wake_fd)
-            drained = list(self._waiting)
-            self._waiting.clear()
+        if self._is_open and self._within is None:
+            with contextlib.suppress(BlockingIOError):  # nobody rang
+                os.eventfd_read(self.wake_fd)
+        drained: list[Completion] = []
+        while self._waiting:
+            drained.append(self._waiting.popleft())
         return drained
 
     def close(self) -> None:
