@@ -19,7 +19,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-from pd.transfer.native import Native, load, table_of
+from pd.transfer.native import Native, load
+from pd.transfer.rows import Rows
 from pd.transfer.transport import Span
 
 BATCH_NBYTES = 32 << 20
@@ -68,9 +69,9 @@ class NativeCopier:
         self._native = native
 
     def steps(self, src: int, dst: int, spans: Sequence[Span]) -> Iterator[None]:
-        table = table_of(spans)
-        is_large = sum(table[2::3]) >= _PAST_CACHE_NBYTES
-        return self._native.copy(src, dst, table, most=BATCH_NBYTES, is_past_cache=is_large)
+        numbers = Rows.of(spans).numbers
+        is_large = sum(numbers[2::3]) >= _PAST_CACHE_NBYTES
+        return self._native.copy(src, dst, numbers, most=BATCH_NBYTES, is_past_cache=is_large)
 
     def finish(self) -> None:
         """All is, always."""

@@ -23,7 +23,8 @@ BATCH_NBYTES = 64 << 20
 """In one call, which within one host lasts as long as the copy, 16 ms: nobody is looked after meanwhile. Between two
 calls 0.5 ms go by, as a copy leaves the processor's caches empty."""
 
-_MAX_PIECES = 1024
+MAX_PIECES = 1024
+"""In one call."""
 
 Spans = NDArray[np.int64]
 """Rows of (src, dst, nbytes), as `Span` has them: made once a job, since no row is touched by the interpreter again."""
@@ -45,8 +46,11 @@ class Copies(NamedTuple):
     is_read: bool
 
 
-def batches(spans: Spans, *, max_pieces: int = _MAX_PIECES) -> Iterator[Spans]:
-    """Cut into at most so many rows and BATCH_NBYTES each, a larger row into several."""
+def batches(spans: Spans, nbytes: int, *, max_pieces: int) -> Iterator[Spans]:
+    """Cut into at most so many rows and BATCH_NBYTES each, a larger row into several. `nbytes`: of all."""
+    if 0 < len(spans) <= max_pieces and nbytes <= BATCH_NBYTES:
+        yield spans
+        return
     parts = -(-spans[:, 2] // BATCH_NBYTES)
     if parts.max(initial=1) > 1:
         spans = np.repeat(spans, parts, axis=0)

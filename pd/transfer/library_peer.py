@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pd.transfer.library import Copies, Library, LibraryEndpoint, LibraryLimits, Memory, Spans, batches
+from pd.transfer.library import MAX_PIECES, Copies, Library, LibraryEndpoint, LibraryLimits, Memory, Spans, batches
 from pd.transfer.library_left import Leftover
 from pd.transfer.outbox import Outbox
 from pd.transfer.transport import Completion, JobDone, JobFailed, PeerLost, TransferError
@@ -201,8 +201,9 @@ class Peer:
             with self.lock:
                 task = self._waiting.popleft()
             is_asking = task.is_read and self.is_asked
-            rest = batches(task.spans, max_pieces=1) if is_asking else batches(task.spans)
-            self._begun = _Begun(task, rest, window=1 if is_asking else _WINDOW, batch=next(rest, None))
+            max_pieces, window = (1, 1) if is_asking else (MAX_PIECES, _WINDOW)
+            rest = batches(task.spans, task.nbytes, max_pieces=max_pieces)
+            self._begun = _Begun(task, rest, window=window, batch=next(rest, None))
         if self._begun is None:
             if now < self._next_look:
                 return False

@@ -11,7 +11,6 @@ import mmap
 import os
 import time
 from collections.abc import Callable, Sequence
-from itertools import chain
 
 import numpy as np
 
@@ -195,6 +194,4 @@ class LibraryTransport:
 
 
 def _rows(spans: Sequence[Span]) -> Spans:
-    if isinstance(spans, Rows):
-        return spans.array
-    return np.fromiter(chain.from_iterable(spans), np.int64, 3 * len(spans)).reshape(-1, 3)
+    return np.frombuffer(Rows.of(spans).numbers, np.int64).reshape(-1, 3)

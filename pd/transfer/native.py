@@ -11,13 +11,10 @@ import array
 import ctypes
 import functools
 import hashlib
-import itertools
 import platform
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-from pd.transfer.transport import Span
 
 SOURCES = Path(__file__).parents[2] / "kernels" / "cpu" / "bytes"
 LIBRARY = "_bytes"
@@ -42,7 +39,7 @@ class Native:
     _library: ctypes.CDLL
 
     def copy(self, src: int, dst: int, table: array.array[int], *, most: int, is_past_cache: bool) -> Iterator[None]:
-        """Copy what a `table_of` says between what begins at these addresses, at most `most` bytes each time one more
+        """Copy the spans of a `Rows` between what begins at these addresses, at most `most` bytes each time one more
         is asked for; yields before. `is_past_cache`: what is written is not left in the cache, nor read into it."""
         num_spans = len(table) // 3
         cursor = array.array("Q", (0, 0))
@@ -51,16 +48,22 @@ class Native:
             yield
             self._library.pd_copy(src, dst, at_table, num_spans, at_cursor, most, is_past_cache)
 
+    def plan(self, route: array.array[int], job: array.array[int], spans: array.array[int]) -> int:
+        """Fill `spans`, which has room for all that are not merged; returns how many, or -1 where a page is not in its
+        pool. `route` and `job`: see kernels/cpu/bytes/bytes.h."""
+        found: int = self._library.pd_plan(route.buffer_info()[0], job.buffer_info()[0], spans.buffer_info()[0])
+        return found
+
+    def fit(self, spans: array.array[int], *, src_nbytes: int, dst_nbytes: int) -> int | None:
+        """Bytes of all spans together; None if one is empty or leaves a region."""
+        found: int = self._library.pd_fit(spans.buffer_info()[0], len(spans) // 3, src_nbytes, dst_nbytes)
+        return None if found < 0 else found
+
     def digest(self, rows: ctypes.Array[Rows], pages: Sequence[int], num_tokens: int, start: int) -> int:
         """Of `num_tokens` on those pages, modulo 2^64; the first is at position `start`. `rows`: K's, and V's."""
         numbers = array.array("q", pages)
         found: int = self._library.pd_digest(rows, len(rows), numbers.buffer_info()[0], num_tokens, start)
         return found
-
-
-def table_of(spans: Sequence[Span]) -> array.array[int]:
-    """Three numbers a span."""
-    return array.array("Q", itertools.chain.from_iterable(spans))
 
 
 @functools.cache
@@ -73,6 +76,10 @@ def load() -> Native | None:
     pointer, number = ctypes.c_void_p, ctypes.c_uint64
     library.pd_copy.argtypes = (pointer, pointer, pointer, number, pointer, number, ctypes.c_int)
     library.pd_copy.restype = number
+    library.pd_plan.argtypes = (pointer, pointer, pointer)
+    library.pd_plan.restype = ctypes.c_int64
+    library.pd_fit.argtypes = (pointer, ctypes.c_int64, number, number)
+    library.pd_fit.restype = ctypes.c_int64
     library.pd_digest.argtypes = (ctypes.POINTER(Rows), ctypes.c_int64, pointer, ctypes.c_int64, ctypes.c_int64)
     library.pd_digest.restype = number
     return Native(library)

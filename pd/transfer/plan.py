@@ -9,6 +9,7 @@ Rules
 
 from __future__ import annotations
 
+import array
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -40,6 +41,8 @@ class Route:
     unit: int = field(init=False)
     """Tokens copied together: the greatest common divisor of both page sizes."""
     lanes: tuple[Lane, ...] = field(init=False, repr=False)
+    table: array.array[int] = field(init=False, repr=False, compare=False)
+    """All of it that C++ has to know (kernels/cpu/bytes/bytes.h)."""
 
     @property
     def src(self) -> int:
@@ -54,6 +57,7 @@ class Route:
         unit = math.gcd(self.layout_src.page_size, self.layout_dst.page_size)
         object.__setattr__(self, "unit", unit)
         object.__setattr__(self, "lanes", _lanes(self))
+        object.__setattr__(self, "table", _table(self))
 
     def spans(self, src_pages: Sequence[int], dst_pages: Sequence[int], start: int, stop: int) -> list[Span]:
         """Copies that move tokens [start, stop). Pages are each side's numbers, the first holding `start`.
@@ -89,17 +93,25 @@ class Route:
 
     def check(self, src_pages: Sequence[int], dst_pages: Sequence[int], start: int, stop: int) -> None:
         """Raises ValueError as `spans` does."""
-        sides = (
-            ("source", src_pages, self.layout_src.page_size, self.shard_src.num_pages),
-            ("destination", dst_pages, self.layout_dst.page_size, self.shard_dst.num_pages),
-        )
-        for side, pages, page_size, num_pages in sides:
+        self.check_counts(len(src_pages), len(dst_pages), start, stop)
+        for side, pages, shard in (
+            ("source", src_pages, self.shard_src),
+            ("destination", dst_pages, self.shard_dst),
+        ):
+            if pages and not 0 <= min(pages) <= max(pages) < shard.num_pages:
+                raise ValueError(f"{side} pages {min(pages)}..{max(pages)} are not within 0..{shard.num_pages - 1}")
+
+    def check_counts(self, num_src: int, num_dst: int, start: int, stop: int) -> None:
+        """All of `check` but the pages' numbers."""
+        for side, num_pages, layout in (
+            ("source", num_src, self.layout_src),
+            ("destination", num_dst, self.layout_dst),
+        ):
+            page_size = layout.page_size
             if start % page_size or stop < start:
                 raise ValueError(f"tokens [{start}, {stop}) begin at no {side} page of {page_size} tokens")
-            if len(pages) != -(-(stop - start) // page_size):
-                raise ValueError(f"{len(pages)} {side} pages of {page_size} for tokens [{start}, {stop})")
-            if pages and not 0 <= min(pages) <= max(pages) < num_pages:
-                raise ValueError(f"{side} pages {min(pages)}..{max(pages)} are not within 0..{num_pages - 1}")
+            if num_pages != -(-(stop - start) // page_size):
+                raise ValueError(f"{num_pages} {side} pages of {page_size} for tokens [{start}, {stop})")
 
 
 def routes_between(
@@ -119,6 +131,15 @@ def _lanes(route: Route) -> tuple[Lane, ...]:
         known = lanes[key].pieces if key in lanes else ()
         lanes[key] = Lane(a, b, (*known, *_pieces(route, a, b)))
     return tuple(lane._replace(pieces=tuple(_merged(list(lane.pieces)))) for lane in lanes.values())
+
+
+def _table(route: Route) -> array.array[int]:
+    sizes = (route.layout_src.page_size, route.layout_dst.page_size)
+    pools = (route.shard_src.num_pages, route.shard_dst.num_pages)
+    table = array.array("q", (route.unit, *sizes, *pools, len(route.lanes)))
+    for a, b, pieces in route.lanes:
+        table.extend((a.page, a.token, b.page, b.token, len(pieces), *itertools.chain.from_iterable(pieces)))
+    return table
 
 
 def _pieces(route: Route, a: Strides, b: Strides) -> Iterator[Span]:

@@ -62,8 +62,8 @@ def check_size(nbytes: int) -> None:
 
 def check_spans(spans: Sequence[Span], *, src_nbytes: int, dst_nbytes: int) -> int:
     """Bytes of all spans together. Raises TransferError naming the first that leaves a region."""
-    if isinstance(spans, Rows) and spans.fit(src_nbytes=src_nbytes, dst_nbytes=dst_nbytes):
-        return int(spans.array[:, 2].sum())
+    if isinstance(spans, Rows) and (nbytes := spans.fit(src_nbytes=src_nbytes, dst_nbytes=dst_nbytes)) is not None:
+        return nbytes
     total = 0
     for src, dst, nbytes in spans:
         if not (0 <= src <= src_nbytes - nbytes and 0 <= dst <= dst_nbytes - nbytes and nbytes > 0):

@@ -14,6 +14,7 @@ import pytest
 
 from pd.transfer import native
 from pd.transfer.copying import BATCH_NBYTES, Copier, Copies, NativeCopier, batches
+from pd.transfer.rows import Rows
 from pd.transfer.transport import Span
 from tests.transfer.kit import random_spans
 
@@ -64,7 +65,7 @@ def test_any_alignment_and_length_is_copied_and_nothing_beside_it(past: bool) ->
         expected = bytearray(sink)
         expected[dst : dst + nbytes] = source[src : src + nbytes]
         most = rng.choice([1, 63, 64, 257, 1 << 20])
-        table = native.table_of([Span(src, dst, nbytes)])
+        table = Rows.of([Span(src, dst, nbytes)]).numbers
         for _ in cpp.copy(address_of(source), address_of(sink), table, most=most, is_past_cache=past):
             pass
         assert sink == expected, f"{nbytes} bytes from {src} to {dst}, {most} at a time"

@@ -16,10 +16,11 @@ from pd.transfer.mooncake import move_by_pieces
 @pytest.mark.parametrize("seed", range(60))
 def test_batches_hold_every_byte_once_in_order_and_keep_both_bounds(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     dice = random.Random(seed)
-    nbytes, num_pieces = dice.choice((7, 64, 1000)), dice.choice((1, 3, 1024))
+    nbytes, num_pieces = dice.choice((7, 64, 1000, 99_999)), dice.choice((1, 3, 1024))
     monkeypatch.setattr(library, "BATCH_NBYTES", nbytes)
     rows = [(dice.randrange(9999), dice.randrange(9999), dice.randrange(1, 400)) for _ in range(dice.randrange(40))]
-    cut = list(batches(np.array(rows, np.int64).reshape(-1, 3), max_pieces=num_pieces))
+    spans = np.array(rows, np.int64).reshape(-1, 3)
+    cut = list(batches(spans, int(spans[:, 2].sum()), max_pieces=num_pieces))
     assert copied(row for batch in cut for row in batch.tolist()) == copied(rows)
     assert all(1 <= len(batch) <= num_pieces and batch[:, 2].sum() <= nbytes for batch in cut)
 

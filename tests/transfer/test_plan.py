@@ -5,9 +5,8 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-import numpy as np
 import pytest
 
 from pd.transfer import many
@@ -26,32 +25,54 @@ DEFAULT_MODEL = KVLayout(30, 3, 64, 16, "bfloat16")
 Label = tuple[int, int, int, int, int]  # layer, head, k|v, token, byte of the row
 
 
-@pytest.mark.parametrize("seeds", [range(i, i + 50) for i in range(0, 2000, 50)], ids=str)
-def test_every_destination_byte_is_written_once_with_the_right_one_and_nothing_outside(
-    monkeypatch: pytest.MonkeyPatch, seeds: range
-) -> None:
+@pytest.fixture(params=["C++", "numpy"])
+def planner(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Of any number of pieces. C++ where it is built, as in CI."""
+    if request.param == "numpy":
+        monkeypatch.setattr(many, "load", lambda: None)
     monkeypatch.setattr(many, "_MANY", 1)
+    monkeypatch.setattr(many, "_MANY_FOR_NUMPY", 1)
+
+
+@pytest.mark.parametrize("seeds", [range(i, i + 50) for i in range(0, 2000, 50)], ids=str)
+def test_every_destination_byte_is_written_once_with_the_right_one_and_nothing_outside(seeds: range) -> None:
     for seed in seeds:
         check_one_meeting(seed)
 
 
+@pytest.mark.usefixtures("planner")
+def test_planned_as_an_array_spans_are_the_same() -> None:
+    for seed in range(2000):
+        case = Case(random.Random(seed))
+        for route in case.routes:
+            found = many.plan(route, *case.job)
+            assert isinstance(found, Rows) and list(found) == route.spans(*case.job), f"seed {seed}"
+
+
+class Case:
+    """Two groups of ranks that can meet, and the pages of one request."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.theirs, self.ours = random_meeting(rng)
+        self.num_tokens = rng.randint(1, 3 * max(self.theirs.page_size, self.ours.page_size))
+        start = rng.randrange(3) * self.theirs.page_size * self.ours.page_size
+        self.src_group, self.dst_group = random_group(rng, self.theirs), random_group(rng, self.ours)
+        src_pages = rng.sample(range(12), -(-self.num_tokens // self.theirs.page_size))
+        dst_pages = rng.sample(range(12), -(-self.num_tokens // self.ours.page_size))
+        if rng.random() < 0.5:  # as a fresh pool hands them out
+            src_pages, dst_pages = sorted(src_pages), sorted(dst_pages)
+        self.job = (src_pages, dst_pages, start, start + self.num_tokens)
+        self.routes = routes_between(self.theirs, self.src_group, self.ours, self.dst_group)
+
+
 def check_one_meeting(seed: int) -> None:
-    rng = random.Random(seed)
-    theirs, ours = random_meeting(rng)
-    num_tokens = rng.randint(1, 3 * max(theirs.page_size, ours.page_size))
-    start = rng.randrange(3) * theirs.page_size * ours.page_size
-    src_group, dst_group = random_group(rng, theirs), random_group(rng, ours)
-    src_pages = rng.sample(range(12), -(-num_tokens // theirs.page_size))
-    dst_pages = rng.sample(range(12), -(-num_tokens // ours.page_size))
-    if rng.random() < 0.5:  # as a fresh pool hands them out
-        src_pages, dst_pages = sorted(src_pages), sorted(dst_pages)
-    written = [Counter[int]() for _ in dst_group]
-    for route in routes_between(theirs, src_group, ours, dst_group):
-        src, dst = src_group[route.src], dst_group[route.dst]
-        spans = route.spans(src_pages, dst_pages, start, start + num_tokens)
-        found = many.plan(route, src_pages, dst_pages, start, start + num_tokens)
-        assert isinstance(found, Rows) and list(found) == spans, f"seed {seed}: as an array and one by one"
-        unit_tokens = -(-num_tokens // route.unit) * route.unit
+    case = Case(random.Random(seed))
+    theirs, ours, (src_pages, dst_pages, *_) = case.theirs, case.ours, case.job
+    written = [Counter[int]() for _ in case.dst_group]
+    for route in case.routes:
+        src, dst = case.src_group[route.src], case.dst_group[route.dst]
+        spans = route.spans(*case.job)
+        unit_tokens = -(-case.num_tokens // route.unit) * route.unit
         labels_src = labels(theirs, src, src_pages, unit_tokens)
         labels_dst = labels(ours, dst, dst_pages, unit_tokens)
         for span in spans:
@@ -59,7 +80,7 @@ def check_one_meeting(seed: int) -> None:
                 assert labels_src[span.src + i] == labels_dst[span.dst + i], f"seed {seed}"
                 written[route.dst][span.dst + i] += 1
         assert spans == merged_by_hand(spans), f"seed {seed}: {theirs} -> {ours}"
-    for shard, counts in zip(dst_group, written, strict=True):
+    for shard, counts in zip(case.dst_group, written, strict=True):
         due = labels(ours, shard, dst_pages, unit_tokens)
         assert counts == Counter(dict.fromkeys(due, 1)), f"seed {seed}: {theirs} -> {ours}"
         assert max(counts) < pool_nbytes(ours, shard), f"seed {seed}"
@@ -114,6 +135,7 @@ def test_two_thousand_tokens_are_planned_in_under_a_millisecond() -> None:
         ([0], [0], 16, 0, r"tokens \[16, 0\)"),
     ],
 )
+@pytest.mark.usefixtures("planner")
 def test_pages_that_do_not_fit_are_refused(
     src_pages: list[int], dst_pages: list[int], start: int, stop: int, told: str
 ) -> None:
@@ -122,14 +144,29 @@ def test_pages_that_do_not_fit_are_refused(
     route = Route(DEFAULT_MODEL, shard, DEFAULT_MODEL, shard, (pair,))
     with pytest.raises(ValueError, match=told):
         route.spans(src_pages, dst_pages, start, stop)
+    with pytest.raises(ValueError, match=told):
+        many.plan(route, src_pages, dst_pages, start, stop)
 
 
 @pytest.mark.parametrize("row", [(-1, 0, 5), (0, -1, 5), (96, 0, 5), (0, 196, 5), (0, 0, 0), (0, 0, -1)])
 def test_an_array_with_one_span_outside_is_refused_by_its_values(row: tuple[int, int, int]) -> None:
     sound = [(0, 0, 100), (95, 195, 5), (99, 199, 1)]
-    assert check_spans(Rows(np.array(sound)), src_nbytes=100, dst_nbytes=200) == 106
+    assert check_spans(rows(sound), src_nbytes=100, dst_nbytes=200) == 106
     with pytest.raises(TransferError, match=rf"Span\(src={row[0]}, dst={row[1]}, nbytes={row[2]}\) leaves a region"):
-        check_spans(Rows(np.array([*sound, row])), src_nbytes=100, dst_nbytes=200)
+        check_spans(rows([*sound, row]), src_nbytes=100, dst_nbytes=200)
+
+
+def rows(spans: Sequence[tuple[int, int, int]]) -> Rows:
+    return Rows.of([Span(*span) for span in spans])
+
+
+def test_rows_are_a_sequence_of_spans() -> None:
+    spans = [Span(i, 10 * i, 1 + i) for i in range(7)]
+    table = Rows.of(spans)
+    assert Rows.of(table) is table and list(table) == spans and len(table) == 7
+    assert table[-1] == spans[-1] and list(table[2:5]) == spans[2:5] and list(table[::-2]) == spans[::-2]
+    with pytest.raises(IndexError):
+        table[7]
 
 
 def test_no_tokens_are_no_spans() -> None:

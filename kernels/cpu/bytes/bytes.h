@@ -34,6 +34,16 @@ __attribute__((visibility("default"))) uint64_t pd_copy(const uint8_t* src, uint
                                                         uint64_t num_spans, pd::Cursor* cursor, uint64_t most,
                                                         int is_past_cache);
 
+// What pd/transfer/plan.py's `Route.spans` answers. Returns how many; -1: a page is not in its pool.
+// `route`: the unit, src's and dst's page size (tokens), src's and dst's number of pages, the number of lanes; then of
+// each lane the strides src page, src token, dst page, dst token, the number of pieces, and their (src, dst, nbytes).
+// `job`: the number of units, src's pages, dst's pages. `spans` has room for all units' pieces.
+__attribute__((visibility("default"))) int64_t pd_plan(const int64_t* route, const int64_t* job, pd::Span* spans);
+
+// The bytes of all spans together; -1 if one is empty or leaves a region of so many bytes.
+__attribute__((visibility("default"))) int64_t pd_fit(const pd::Span* spans, int64_t num_spans, uint64_t src_nbytes,
+                                                      uint64_t dst_nbytes);
+
 // The digest (pd/transfer/digest.py) of `num_tokens` on these pages, of which the first is at position `start`. `rows`:
 // K's, then V's.
 __attribute__((visibility("default"))) uint64_t pd_digest(const pd::Rows* rows, int64_t num_kinds,
