@@ -10,7 +10,7 @@ dtype, page size and axis order, and travels in as few pieces as that order allo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -19,9 +19,9 @@ from pd.transfer.pairs import Pair
 from pd.transfer.plan import Route
 from pd.transfer.transport import LayoutMismatch, Span
 
-SMALL_NBYTES = 16 << 10
-"""Pieces below it are worth packing: measured on shared memory, 16 KiB pieces reach two thirds of what one large
-copy does, and every engine pays for each piece anew."""
+PIECE_NBYTES = 16 << 10
+"""What a piece costs, in bytes that would be moved meanwhile: measured on shared memory, 16 KiB pieces reach two thirds
+of what one large copy does, and libraries pay more for each."""
 
 Move = Literal["auto", "direct", "packed"]
 Place = tuple[int, int, int, int]
@@ -92,25 +92,46 @@ class PackedWay:
             for t in range(part.start, part.stop, self.unit)
         ]
 
-    def piece_nbytes(self) -> float:
-        """Bytes of a piece, on average."""
-        return mean_piece(self._route)
+    def pieces(self) -> Pieces:
+        """Between the image and the peer's pool."""
+        return pieces_of(self._route)
 
 
-def mean_piece(route: Route) -> float:
-    """Bytes of a piece, on average, when whole pages of both sides are moved and none are neighbours."""
+class Pieces(NamedTuple):
+    """Of a token, on average, when whole pages of both sides are moved and none are neighbours."""
+
+    nbytes: float
+    num: float  # 0: so small a pool has none to tell of
+
+    @property
+    def mean(self) -> float:
+        """Bytes of one."""
+        return self.nbytes / self.num if self.num else math.inf
+
+
+def pieces_of(route: Route) -> Pieces:
     src, dst = route.layout_src.page_size, route.layout_dst.page_size
     num_tokens = math.lcm(src, dst)
     num_src, num_dst = num_tokens // src, num_tokens // dst
     if route.shard_src.num_pages < 2 * num_src - 1 or route.shard_dst.num_pages < 2 * num_dst - 1:
-        return math.inf  # so small a pool needs no staging
+        return Pieces(0.0, 0.0)
     spans = route.spans(range(0, 2 * num_src, 2), range(0, 2 * num_dst, 2), 0, num_tokens)
-    return sum(span.nbytes for span in spans) / len(spans)
+    return Pieces(sum(span.nbytes for span in spans) / num_tokens, len(spans) / num_tokens)
+
+
+def cost(ways: Iterable[Route | PackedWay]) -> float:
+    """Of a token by all of these: bytes that are moved, once more where they are packed or unpacked, and what their
+    pieces cost."""
+    total = 0.0
+    for way in ways:
+        times, pieces = (2, way.pieces()) if isinstance(way, PackedWay) else (1, pieces_of(way))
+        total += times * pieces.nbytes + pieces.num * PIECE_NBYTES
+    return total
 
 
 def choose(direct: Route | None, packed: Sequence[PackedWay], move: Move) -> Sequence[Route | PackedWay]:
-    """How two ranks' pairs go: all by one route, or each packed. `direct` is None where bytes cannot be taken as they
-    are, being of another dtype; `packed` is empty where there is no staging.
+    """How two ranks' pairs go: all by one route, or each packed, whichever costs less. `direct` is None where bytes
+    cannot be taken as they are, being of another dtype; `packed` is empty where there is no staging.
 
     Raises LayoutMismatch where `move` asks for what is not there.
     """
@@ -118,6 +139,6 @@ def choose(direct: Route | None, packed: Sequence[PackedWay], move: Move) -> Seq
         if not packed or move == "direct":
             raise LayoutMismatch("KV of another dtype is converted on its way, which takes --move packed or auto")
         return packed
-    if move == "direct" or not packed or mean_piece(direct) >= SMALL_NBYTES:
+    if move == "direct" or not packed:
         return [direct]
-    return packed if min(way.piece_nbytes() for way in packed) >= 2 * mean_piece(direct) else [direct]
+    return packed if cost(packed) < cost([direct]) else [direct]

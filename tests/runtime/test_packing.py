@@ -251,8 +251,79 @@ def test_small_pieces_are_packed_where_the_image_has_larger_ones() -> None:
     src = replace(MODEL, order=("page", "token", "layer", "kv", "head", "dim"))
     direct, packed = ways(src, MODEL)
     assert choose(direct, packed, "auto") == packed
-    assert packed[0].piece_nbytes() == 368_640, "a whole page of all heads"
+    assert packed[0].pieces().mean == 368_640, "a whole page of all heads"
     assert choose(direct, packed, "direct") == [direct]
+
+
+ORDERS = (
+    DEFAULT_ORDER,
+    LAYERS_FIRST,
+    ("page", "layer", "kv", "token", "head", "dim"),
+    ("page", "token", "layer", "kv", "head", "dim"),
+    ("layer", "page", "kv", "head", "token", "dim"),
+)
+
+
+def scattered(layout: KVLayout, num_tokens: int) -> range:
+    return range(0, 2 * num_tokens // layout.page_size, 2)
+
+
+def price_direct(ways: Sequence[Route | PackedWay], num_tokens: int) -> int:
+    """Of a request, on pages of which no two are neighbours: each byte that is moved, and 16 KiB a piece."""
+    (way,) = ways
+    assert isinstance(way, Route)
+    pages = scattered(way.layout_src, num_tokens), scattered(way.layout_dst, num_tokens)
+    return sum(span.nbytes + 16384 for span in way.spans(*pages, 0, num_tokens))
+
+
+def price_packed(ways: Sequence[Route | PackedWay], num_tokens: int) -> int:
+    """Likewise, and each byte that is copied into the image."""
+    total = 0
+    for way in ways:
+        assert isinstance(way, PackedWay)
+        pages = scattered(way.theirs.layout, num_tokens)
+        for part in way.parts(num_tokens):
+            total += sum(2 * span.nbytes + 16384 for span in way.spans(pages, part, base=0))
+    return total
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_whichever_way_costs_less_is_taken(seed: int) -> None:
+    """Some rank pairs have more than one part: of many layers, and of few."""
+    rng = random.Random(seed)
+    moves: tuple[Move, ...] = ("direct", "packed", "auto")
+    for _ in range(10):
+        src = KVLayout(
+            rng.choice((1, 2, 5, 16)), rng.randint(1, 8), rng.choice((16, 128)), rng.choice((1, 4, 16, 64)), "bfloat16",
+            order=rng.choice(ORDERS),
+        )  # fmt: skip
+        dst = replace(src, page_size=rng.choice((1, 16, 64)), order=rng.choice((src.order, *ORDERS)))
+        sides = [tp_shards(each, 8 * src.num_kv_heads, rng.randint(1, 8), 400) for each in (src, dst)]
+        pairs = pair_up(*sides)
+        chosen = rng.choice(pairs)
+        both = [pair for pair in pairs if (pair.src, pair.dst) == (chosen.src, chosen.dst)]
+        names = tuple(map(str, range(len(sides[1]))))
+        prices = {}
+        for move in moves:
+            paths = Paths(End(src, sides[0][chosen.src]), dst, sides[1], names, FULL_SLOT_NBYTES, move)
+            ways = [way for _, way in paths.out(both)]
+            is_packed = isinstance(ways[0], PackedWay)
+            prices[move] = (price_packed if is_packed else price_direct)(ways, 64)
+        least = min(prices["direct"], prices["packed"])
+        assert prices["auto"] == least, f"seed {seed}: {src} to {dst}: {prices}"
+
+
+def test_a_small_part_beside_a_large_one_does_not_decide_for_both() -> None:
+    """Seven heads of two ranks: three each, and of the one that both hold a layer each. Packed, three heads of a token
+    are one piece, and the one alone is one; as they lie, each head is."""
+    src = KVLayout(2, 7, 128, 1, "bfloat16")
+    dst = replace(src, order=LAYERS_FIRST)
+    (whole,), halves = tp_shards(dst, 14, 1, 64), tp_shards(src, 14, 2, 64)
+    own = [pair for pair in pair_up(halves, (whole,)) if pair.src == 0]
+    assert sorted(len(pair.heads) * len(pair.layers) for pair in own) == [1, 6]
+    ways = Paths(End(src, halves[0]), dst, (whole,), ("d",), FULL_SLOT_NBYTES, "auto").out(own)
+    pieces = {len(way.pair.heads): way.pieces().mean for _, way in ways if isinstance(way, PackedWay)}
+    assert pieces == {1: 256, 3: 768}
 
 
 def test_another_dtype_cannot_go_direct_and_a_page_must_fit_a_slot() -> None:
@@ -305,7 +376,7 @@ def test_a_page_larger_than_a_slot_is_packed_in_parts_and_hinders_nobody(move: M
         assert sorted(boxes) == [(head, layer) for head in range(8) for layer in range(64)]
         for _, way in ways:
             if isinstance(way, PackedWay):
-                assert way.num_pages == 1 and way.piece_nbytes() == 64 * 4 * 2 * 64 * 128 * 2
+                assert way.num_pages == 1 and way.pieces().mean == 64 * 4 * 2 * 64 * 128 * 2
 
 
 def pairs_of(way: Route | PackedWay) -> tuple[Pair, ...]:

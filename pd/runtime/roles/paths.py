@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from pd.transfer.layout import KVLayout, Shard, page_nbytes, split
-from pd.transfer.packed import End, Move, PackedWay, choose, mean_piece
+from pd.transfer.packed import End, Move, PackedWay, choose, pieces_of
 from pd.transfer.pairs import Pair
 from pd.transfer.plan import Route
 from pd.transfer.transport import LayoutMismatch
@@ -99,9 +99,9 @@ def say(peer: str, ways: Ways, move: Move) -> None:
         ours, theirs = packed[0].ours.layout.dtype, packed[0].theirs.layout.dtype
         asked = "as --move says" if move == "packed" else "pieces are larger so"
         why = asked if ours == theirs else f"{ours} here, {theirs} there"
-        log.info("KV is packed: %s; to or from %s, %s", why, peer, _sizes(way.piece_nbytes() for way in packed))
+        log.info("KV is packed: %s; to or from %s, %s", why, peer, _sizes(way.pieces().mean for way in packed))
     if direct:
-        log.info("KV goes as it lies, to or from %s, %s", peer, _sizes(map(mean_piece, direct)))
+        log.info("KV goes as it lies, to or from %s, %s", peer, _sizes(pieces_of(way).mean for way in direct))
 
 
 def _sizes(pieces: Iterable[float]) -> str:
