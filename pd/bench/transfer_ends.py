@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import select
 import subprocess
 import sys
@@ -99,7 +100,7 @@ class _Rank:
     """The process of one."""
 
     def __init__(self) -> None:
-        command = [sys.executable, "-P", "-m", "pd.bench.transfer_rank"]
+        command = [sys.executable, "-P", "-m", "pd.bench.transfer_rank", str(os.getpid())]
         self._process = process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert process.stdin is not None and process.stdout is not None
         self._ears, self._mouth = process.stdout, process.stdin

@@ -1,7 +1,8 @@
-"""One rank of `pd bench transfer`, in a process of its own as in service: `python -m pd.bench.transfer_rank`.
+"""One rank of `pd bench transfer`, in a process of its own as in service: `python -m pd.bench.transfer_rank PARENT`.
 
 Its order comes as one line of JSON on standard input, and is answered by one. A source rank is then told how many
-tokens to move, a line each time, and answers each; a destination rank lies still. Both end with their input.
+tokens to move, a line each time, and answers each; a destination rank lies still. Both end with their input, and
+whatever they do with the process whose id is PARENT.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import msgspec
 
 from pd.bench.shapes import ModelShape, read_shape
 from pd.bench.transfer_limits import OtherEnd, serve_limit
+from pd.runtime.roles.process import die_with
 from pd.transfer.choose import make_transport, refuse_params
 from pd.transfer.fake import FakeTransport
 from pd.transfer.layout import Shard, pool_nbytes, tp_shards
@@ -166,7 +168,8 @@ def _serve_destination(order: Order, say: Callable[[Answer], None]) -> None:
 
 
 def main() -> None:
-    """Until its input ends: its parent has closed it, or is gone."""
+    """Until its input ends."""
+    die_with(int(sys.argv[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's is the parent's
     voice = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # what a library prints goes to the terminal, not among our answers

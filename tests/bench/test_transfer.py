@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import select
+import signal
+import subprocess
+import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -81,6 +87,39 @@ def test_what_the_other_process_refuses_is_told_here(capfd: pytest.CaptureFixtur
     with pytest.raises(ConfigError, match=r"^shm: shm has no parameter x=1$"):
         transfer(TransferOptions(backend="shm", prefill_tp="1", decode_tp="1", tokens="16", transfer_param=["x=1"]))
     assert "Traceback" not in capfd.readouterr().err
+
+
+PARENT = """
+import time
+from pd.bench.shapes import read_shape
+from pd.bench.transfer_ends import Meeting
+with Meeting("shm", read_shape("layers=1,heads=2,kv-heads=2,head-dim=8"), tps=(1, 2), num_tokens=16, params={}) as met:
+    print(*(rank._process.pid for rank in met._ranks), flush=True)
+    time.sleep(60)
+"""
+
+
+def test_ranks_that_hang_end_with_their_parent_however_that_ends() -> None:
+    """They are stopped: so none of them sees that its input has ended."""
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], cwd=ROOT, stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    pids = [int(word) for word in parent.stdout.readline().split()]
+    handles = [os.pidfd_open(pid) for pid in pids]
+    try:
+        assert len(pids) == 3
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        parent.kill()
+        for handle in handles:
+            assert select.select([handle], [], [], 30.0)[0], f"of {pids} one goes on without its parent"
+    finally:
+        parent.kill()
+        parent.wait()
+        parent.stdout.close()
+        for handle in handles:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(handle, signal.SIGKILL)
+            os.close(handle)
 
 
 def test_a_shape_is_read_from_its_sizes() -> None:
