@@ -15,6 +15,7 @@ _SIOCGIFADDR = 0x8915
 
 def numeric_address(host: str, devices: tuple[str, ...], *, backend: str) -> str:
     """Of the one interface in `devices`, else of `host`. Raises TransferError where peers could not use it."""
+    refuse_rdma(devices, backend=backend)
     if len(devices) > 1:
         raise TransferError(
             f"{backend} listens on one network interface, not on {', '.join(devices)}", hint="name one of them"
@@ -32,13 +33,26 @@ def numeric_address(host: str, devices: tuple[str, ...], *, backend: str) -> str
     return found
 
 
+def refuse_rdma(devices: tuple[str, ...], *, backend: str) -> None:
+    """Raises TransferError, saying what takes them, if some of these are RDMA devices of this host."""
+    known = rdma_devices()
+    if not (found := [device for device in devices if device.partition(":")[0] in known]):
+        return
+    names = dict.fromkeys(device.partition(":")[0] for device in found)
+    ports = ",".join(device if ":" in device else f"{device}:1" for device in found)
+    raise TransferError(
+        f"{backend} moves KV over a network interface, and RDMA devices are not: {', '.join(found)}",
+        hint=f"what takes them: --transfer nixl --transfer-devices {ports}, or --transfer mooncake "
+        f"--transfer-param protocol=rdma --transfer-devices {','.join(names)}",
+    )
+
+
 def _address_of(device: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         try:
             answer = fcntl.ioctl(sock, _SIOCGIFADDR, struct.pack("256s", device.encode()[:15]))
         except OSError as error:
-            hint = f"interfaces here: {', '.join(name for _, name in socket.if_nameindex())}"
-            if device.partition(":")[0] in rdma_devices():
-                hint = f"{device} is an RDMA device: --transfer nixl, or mooncake with --transfer-param protocol=rdma"
+            hint = f"interfaces here: {', '.join(name for _, name in socket.if_nameindex())}; "
+            hint += f"RDMA devices, which nixl and mooncake take: {', '.join(rdma_devices()) or 'none'}"
             raise TransferError(f"network interface {device} has no IPv4 address: {error}", hint=hint) from error
     return socket.inet_ntoa(answer[20:24])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Mapping
 
+from pd.transfer.address import refuse_rdma
 from pd.transfer.host import rdma_devices
 from pd.transfer.library_transport import LibraryTransport
 from pd.transfer.outbox import Outbox
@@ -46,6 +47,7 @@ def make_transport(
             from pd.transfer.auto import AutoTransport
 
             refuse_params(name, given)
+            refuse_rdma(devices, backend="auto")
             library, without = _at_hand(me, host, devices, key)
             return AutoTransport(me=me, host=host, devices=devices, key=key, library=library, without=without)
         case "tcp":
@@ -60,7 +62,7 @@ def make_transport(
             if devices:
                 raise TransferError(
                     f"shm uses no network devices, so it cannot honour {', '.join(devices)}",
-                    hint="leave out --transfer-devices, or --transfer tcp",
+                    hint="leave out --transfer-devices, or --transfer tcp (a network interface) or nixl (any)",
                 )
             return ShmTransport(me=me)
     raise TransferError(f"no transfer backend is called {name!r}; there are {', '.join(NAMES)}")

@@ -223,13 +223,26 @@ def test_an_unknown_backend_and_devices_that_cannot_be_honoured_are_refused() ->
     with pytest.raises(TransferError, match="network interface mlx5_0 has no IPv4 address") as caught:
         make_transport("auto", me="a", host="127.0.0.1", devices=("mlx5_0",))
     assert caught.value.hint.startswith("interfaces here: ") and "lo" in caught.value.hint
+    assert caught.value.hint.endswith("; RDMA devices, which nixl and mooncake take: none")
 
 
-def test_a_device_of_rdma_is_told_which_backend_is_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pd.transfer.address.rdma_devices", lambda: ["mlx5_0"])
-    with pytest.raises(TransferError, match="network interface mlx5_0:1 has no IPv4 address") as caught:
-        make_transport("tcp", me="a", host="127.0.0.1", devices=("mlx5_0:1",))
-    assert caught.value.hint.startswith("mlx5_0:1 is an RDMA device: --transfer nixl")
+@pytest.mark.parametrize("name", ["auto", "tcp", "mooncake"])
+@pytest.mark.parametrize("devices", [("mlx5_0",), ("mlx5_0", "mlx5_1:2"), ("lo", "mlx5_1:2")])
+def test_devices_of_rdma_are_refused_saying_which_options_take_them(
+    name: str, devices: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pd.transfer.address.rdma_devices", lambda: ["mlx5_0", "mlx5_1"])
+    with pytest.raises(TransferError) as caught:
+        make_transport(name, me="a", host="127.0.0.1", devices=devices)
+    told = f"{name} moves KV over a network interface, and RDMA devices are not: "
+    given = [device for device in devices if device != "lo"]
+    assert str(caught.value) == told + ", ".join(given)
+    as_nixl = ",".join({"mlx5_0": "mlx5_0:1"}.get(each, each) for each in given)
+    as_mooncake = ",".join({"mlx5_1:2": "mlx5_1"}.get(each, each) for each in given)
+    assert caught.value.hint == (
+        f"what takes them: --transfer nixl --transfer-devices {as_nixl}, or --transfer mooncake "
+        f"--transfer-param protocol=rdma --transfer-devices {as_mooncake}"
+    )
 
 
 @pytest.mark.parametrize(
