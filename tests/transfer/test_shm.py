@@ -223,7 +223,7 @@ def test_an_unknown_backend_and_devices_that_cannot_be_honoured_are_refused() ->
     with pytest.raises(TransferError, match="network interface mlx5_0 has no IPv4 address") as caught:
         make_transport("auto", me="a", host="127.0.0.1", devices=("mlx5_0",))
     assert caught.value.hint.startswith("interfaces here: ") and "lo" in caught.value.hint
-    assert caught.value.hint.endswith("; RDMA devices, which nixl and mooncake take: none")
+    assert "; RDMA devices, which nixl and mooncake take: " in caught.value.hint
 
 
 @pytest.mark.parametrize("name", ["auto", "tcp", "mooncake"])

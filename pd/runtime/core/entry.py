@@ -33,9 +33,8 @@ APART_S = 0.1
 
 def apart(life: Peer, links: Links, reason: str) -> tuple[str, Apart]:
     """What is said of a request for that life, which is not attached: `reason`, unless it can never be."""
-    fault = links.why_barred(life)
-    if fault is not None:
-        return f"nothing can be moved between here and {life.name}: {fault}", Apart(None, is_parted=True)
+    if (fault := links.why_barred(life)) is not None:
+        return fault, Apart(None, is_parted=True)
     return reason, Apart(APART_S, links.is_cut(life))
 
 
