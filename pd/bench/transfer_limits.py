@@ -126,7 +126,7 @@ class _LibraryWrite:
         self._ours, self._theirs = Memory(address), Memory(there.address)
         self._library.register(self._ours, nbytes)
         self._library.contact()
-        self._there = self._library.meet(there.contact)
+        self._there = self._library.meet(there.contact, self._theirs, nbytes)
         self.seconds(nbytes)
 
     def seconds(self, nbytes: int) -> float:

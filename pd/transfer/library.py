@@ -77,8 +77,8 @@ class Library(Protocol):
     def contact(self) -> bytes:
         """What a peer's library needs to meet us; asked once everything is registered."""
 
-    def meet(self, contact: bytes) -> object:
-        """Begin to know a peer; what `post` and `part` want to be given."""
+    def meet(self, contact: bytes, memory: Memory, nbytes: int) -> object:
+        """Begin to know a peer, and its region of `nbytes`; what `post` and `part` want to be given."""
 
     def part(self, there: object) -> None:
         """Know it no longer. Batches that are still on their way may be broken off. Raises nothing."""

@@ -99,7 +99,7 @@ class Peer:
         """Begin to reach it. Raises TransferError."""
         self.slate = slate
         self._deadline = now + self.limits.connect_s
-        self._contact = self.library.meet(self.there.contact)
+        self._contact = self.library.meet(self.there.contact, self.there.memory, self.there.nbytes)
         self._read_door()
 
     def advance(self, now: float) -> bool:

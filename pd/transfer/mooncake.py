@@ -129,7 +129,7 @@ class MooncakeLibrary:
     def contact(self) -> bytes:
         return msgspec.msgpack.encode(_Contact(f"{self._address}:{self._engine.get_rpc_port()}"))
 
-    def meet(self, contact: bytes) -> object:
+    def meet(self, contact: bytes, memory: Memory, nbytes: int) -> object:
         try:
             there = msgspec.msgpack.decode(contact, type=_Contact)
         except msgspec.MsgspecError as error:

@@ -65,6 +65,13 @@ class Native:
         found: int = self._library.pd_digest(rows, len(rows), numbers.buffer_info()[0], num_tokens, start)
         return found
 
+    def number(self, spans: int, num_spans: int, grid: array.array[int], src: int, dst: int, most: int) -> int:
+        """Write the numbers of all pieces, 32 bits each, to the addresses `src` and `dst`, `most` at most; how many, or
+        -1 where they do not lie on the grid. `spans` is the address of rows as `Rows` has them; `grid`: first and step
+        of the source, of the destination, and the pieces' length."""
+        found: int = self._library.pd_number(spans, num_spans, grid.buffer_info()[0], src, dst, most)
+        return found
+
 
 @functools.cache
 def load() -> Native | None:
@@ -82,6 +89,8 @@ def load() -> Native | None:
     library.pd_fit.restype = ctypes.c_int64
     library.pd_digest.argtypes = (ctypes.POINTER(Rows), ctypes.c_int64, pointer, ctypes.c_int64, ctypes.c_int64)
     library.pd_digest.restype = number
+    library.pd_number.argtypes = (pointer, ctypes.c_int64, pointer, pointer, pointer, ctypes.c_int64)
+    library.pd_number.restype = ctypes.c_int64
     return Native(library)
 
 

@@ -2,9 +2,10 @@
 
 What is done because it was measured or met (NIXL 1.5.1):
 1. No progress thread: an idle one takes a whole core. `tend` makes progress for peers' writes instead.
-2. Descriptor lists are made a batch, not prepared once a peer: a request of 128 pieces takes 7 µs to make from such
-   lists and 5 from prepared ones (1,024: 36 and 35), after as long to find the indices as to make the lists, and 8 ms
-   (12) to move. Prepared once is what is the same each time: the read of a peer's door, posted again and again.
+2. A batch whose pieces lie at equal steps, as those of pages do, is told by their numbers in lists that were prepared
+   once a peer (`nixl_lists`); another is described row by row. Out of cold caches that takes a fifth to a quarter less:
+   of 128 pieces 0.18 ms and 0.23, of 1,024 0.28 and 0.35, in 16 batches of 1,024 2.6 and 3.6. Prepared once is also the
+   read of a peer's door, posted again and again.
 3. Failures come as exceptions and as "ERR"; both are TransferError here.
 4. Nothing is unpickled: the agent's metadata goes through NIXL's own reader, behind a digest.
 5. Its `ucx_devices` is ignored for TCP; UCX's own UCX_NET_DEVICES is honoured, and refuses what is not there.
@@ -20,14 +21,17 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pd.transfer import native
 from pd.transfer.host import rdma_devices
 from pd.transfer.library import Copies, LibraryLimits, Memory
 from pd.transfer.library_transport import LibraryTransport
+from pd.transfer.nixl_lists import Lists, Numbering, place
 from pd.transfer.outbox import Outbox
 from pd.transfer.transport import RegistrationFailed, TransferError
 
@@ -80,68 +84,85 @@ class NixlLibrary:
         _log_to_stderr()
         self._backend = backend
         asked = ", ".join([f"{key}={value}" for key, value in params.items()] + [*devices]) or "no parameters"
-        with _told(f"nixl cannot start its {backend} backend with {asked}"), _net_devices(devices):
+        with _Told(f"nixl cannot start its {backend} backend with {asked}"), _net_devices(devices):
             self._agent: Any = nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=[]))
             if backend not in self._agent.get_plugin_list():
                 raise TransferError(f"nixl has no backend {backend}, only {', '.join(self._agent.get_plugin_list())}")
             self._agent.create_backend(backend, dict(params))
         self._is_tcp = _is_tcp_alone(params)
         self._registered: list[Any] = []
+        self._sizes: dict[Memory, int] = {}
+        self._numbering = Numbering(native.load())
 
     def register(self, memory: Memory, nbytes: int) -> None:
-        kind, device = _place(memory)
+        kind, device = place(memory)
         try:
-            with _told("registering"):
+            with _Told("registering"):
                 self._registered.append(
                     self._agent.register_memory([(memory.address, nbytes, device, "")], kind, backends=[self._backend])
                 )
+            self._sizes[memory] = nbytes
         except TransferError as error:
             raise RegistrationFailed("nixl", memory.address, nbytes, device=memory.device, reason=str(error)) from error
 
     def contact(self) -> bytes:
-        with _told("reading nixl's metadata"):
+        with _Told("reading nixl's metadata"):
             return bytes(self._agent.get_agent_metadata())
 
-    def meet(self, contact: bytes) -> object:
-        with _told("meeting a peer's agent"):
+    def meet(self, contact: bytes, memory: Memory, nbytes: int) -> object:
+        with _Told("meeting a peer's agent"):
             name = self._agent.add_remote_agent(contact)
-            return name.decode() if isinstance(name, bytes) else name
+            name = name.decode() if isinstance(name, bytes) else name
+            return Lists(self._agent, self._backend, self._numbering, name, memory, nbytes)
 
     def part(self, there: object) -> None:
+        assert isinstance(there, Lists)
+        there.release()
         with _unheard():
-            self._agent.remove_remote_agent(there)
+            self._agent.remove_remote_agent(there.name)
 
     def is_owner_asked(self, *, is_near: bool) -> bool:
         return self._backend == "UCX" and (self._is_tcp if is_near else self._is_tcp or not rdma_devices())
 
     def post(self, there: object, copies: Copies) -> object:
+        assert isinstance(there, Lists)
+        with _Told("posting"):
+            nbytes = self._sizes.get(copies.ours)
+            made = there.make(copies, nbytes) if nbytes else None  # else it is a line of the slate
+            batch = _Batch(self._described(there.name, copies) if made is None else made)
+            batch.is_done = _check(self._agent.transfer(batch.transfer))
+            return batch
+
+    def _described(self, name: str, copies: Copies) -> Any:
         ours, theirs = _descriptors(copies)
-        with _told("posting"):
-            mine = self._agent.get_xfer_descs(ours, _place(copies.ours)[0])
-            yours = self._agent.get_xfer_descs(theirs, _place(copies.theirs)[0])
-            handle = self._agent.initialize_xfer(
-                "READ" if copies.is_read else "WRITE", mine, yours, there, backends=[self._backend]
-            )
-            _check(self._agent.transfer(handle))
-            return handle
+        mine = self._agent.get_xfer_descs(ours, place(copies.ours)[0])
+        yours = self._agent.get_xfer_descs(theirs, place(copies.theirs)[0])
+        operation = "READ" if copies.is_read else "WRITE"
+        return self._agent.initialize_xfer(operation, mine, yours, name, backends=[self._backend])
 
     def repeat(self, batch: object) -> None:
-        with _told("posting again"):
-            _check(self._agent.transfer(batch))
+        assert isinstance(batch, _Batch)
+        batch.is_done = False
+        with _Told("posting again"):
+            batch.is_done = _check(self._agent.transfer(batch.transfer))
 
     def is_done(self, batch: object) -> bool:
-        with _told("asking"):
-            return _check(self._agent.check_xfer_state(batch))
+        assert isinstance(batch, _Batch)
+        if not batch.is_done:
+            with _Told("asking"):
+                batch.is_done = _check(self._agent.check_xfer_state(batch.transfer))
+        return batch.is_done
 
     def release(self, batch: object) -> None:
+        assert isinstance(batch, _Batch)
         with _unheard():
-            self._agent.release_xfer_handle(batch)
+            self._agent.release_xfer_handle(batch.transfer)
 
     def tell(self, ring: Callable[[], None]) -> bool:
         return False
 
     def tend(self) -> None:
-        with _told("tending"):
+        with _Told("tending"):
             self._agent.get_new_notifs()  # nobody sends any: landing is the leaders' message
 
     def close(self) -> None:
@@ -150,6 +171,12 @@ class NixlLibrary:
                 self._agent.deregister_memory(registered)
         self._registered.clear()
         self._agent = None
+
+
+@dataclass(slots=True, eq=False)
+class _Batch:
+    transfer: Any
+    is_done: bool = False
 
 
 def _log_to_stderr() -> None:
@@ -199,24 +226,24 @@ def _rows(memory: Memory, offsets: NDArray[np.int64], nbytes: NDArray[np.int64])
     return rows
 
 
-def _place(memory: Memory) -> tuple[str, int]:
-    return ("DRAM", 0) if memory.device is None else ("VRAM", memory.device)
-
-
 def _check(state: str) -> bool:
     if state == "ERR":
         raise TransferError("nixl says ERR")
     return state == "DONE"
 
 
-@contextmanager
-def _told(what: str) -> Iterator[None]:
-    try:
-        yield
-    except TransferError:
-        raise
-    except Exception as error:
-        raise TransferError(f"{what}: nixl raised {type(error).__name__}: {error}") from error
+class _Told:
+    """What NIXL raises within is a TransferError. No generator: it is entered four times a batch."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception) and not isinstance(error, TransferError):
+            raise TransferError(f"{self._what}: nixl raised {type(error).__name__}: {error}") from error
 
 
 @contextmanager

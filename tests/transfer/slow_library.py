@@ -46,7 +46,7 @@ class SlowLibrary:
     def contact(self) -> bytes:
         return self.me.encode()
 
-    def meet(self, contact: bytes) -> object:
+    def meet(self, contact: bytes, memory: Memory, nbytes: int) -> object:
         there = contact.decode()
         if there in self.known:
             self.faults.append(f"met {there} twice")

@@ -25,6 +25,11 @@ struct Rows {
   const uint64_t* weights;  // odd numbers, one a word of a row
 };
 
+// Where pieces of one length may lie: k begins at first + k * step, on either side.
+struct Grid {
+  uint64_t src_first, src_step, dst_first, dst_step, nbytes;
+};
+
 }  // namespace pd
 
 extern "C" {
@@ -48,4 +53,10 @@ __attribute__((visibility("default"))) int64_t pd_fit(const pd::Span* spans, int
 // K's, then V's.
 __attribute__((visibility("default"))) uint64_t pd_digest(const pd::Rows* rows, int64_t num_kinds,
                                                           const int64_t* pages, int64_t num_tokens, int64_t start);
+
+// The numbers of all pieces on the grid, of which a span has one or, where neighbours touch on both sides, several.
+// Returns how many; -1: a span does not lie on it, or they are more than `most`.
+__attribute__((visibility("default"))) int64_t pd_number(const pd::Span* spans, int64_t num_spans,
+                                                         const pd::Grid* grid, uint32_t* src, uint32_t* dst,
+                                                         int64_t most);
 }
