@@ -47,12 +47,27 @@ def refuse_rdma(devices: tuple[str, ...], *, backend: str) -> None:
     )
 
 
+def refuse_unknown(devices: tuple[str, ...], *, backend: str) -> None:
+    """Raises TransferError if some of these are no network devices of this host: UCX takes the others, and warns."""
+    known = {*_interfaces(), *rdma_devices()}
+    unknown = [device for device in devices if not {device, device.partition(":")[0]} & known]
+    if unknown:
+        raise TransferError(
+            f"{backend}: this host has no network device {', '.join(unknown)}",
+            hint=f"it has {', '.join(sorted(known))}; of an RDMA device the port, too: mlx5_0:1",
+        )
+
+
+def _interfaces() -> list[str]:
+    return [name for _, name in socket.if_nameindex()]
+
+
 def _address_of(device: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         try:
             answer = fcntl.ioctl(sock, _SIOCGIFADDR, struct.pack("256s", device.encode()[:15]))
         except OSError as error:
-            hint = f"interfaces here: {', '.join(name for _, name in socket.if_nameindex())}; "
+            hint = f"interfaces here: {', '.join(_interfaces())}; "
             hint += f"RDMA devices, which nixl and mooncake take: {', '.join(rdma_devices()) or 'none'}"
             raise TransferError(f"network interface {device} has no IPv4 address: {error}", hint=hint) from error
     return socket.inet_ntoa(answer[20:24])

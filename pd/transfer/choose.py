@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Mapping
 
-from pd.transfer.address import refuse_rdma
+from pd.transfer.address import refuse_rdma, refuse_unknown
 from pd.transfer.host import rdma_devices
 from pd.transfer.library_transport import LibraryTransport
 from pd.transfer.outbox import Outbox
@@ -36,6 +36,7 @@ def make_transport(
         case "nixl":
             from pd.transfer.nixl import nixl_transport
 
+            refuse_unknown(devices, backend=name)
             return nixl_transport(me=me, backend=given.pop("backend", "UCX"), params=given, devices=devices)
         case "mooncake":
             from pd.transfer.mooncake import mooncake_transport
