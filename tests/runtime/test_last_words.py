@@ -23,14 +23,19 @@ STAYS: Any = SimpleNamespace(num_seen=0)  # nobody tells it to stop
 
 
 class Link:
-    """What ranks have said and was not heard."""
+    """Brings a message at each look, and none in between."""
 
     def __init__(self) -> None:
-        self.said: deque[Any] = deque()
-        self.socket = SimpleNamespace(poll=lambda timeout_ms: 0)  # no time passes
+        self.on_its_way: deque[Any] = deque()
+        self.socket = SimpleNamespace(poll=self._poll)  # no time passes
+        self._there: deque[Any] = deque()
 
     def receive(self) -> Received | None:
-        return Received(Peer("0", ""), self.said.popleft()) if self.said else None
+        return Received(Peer("0", ""), self._there.popleft()) if self._there else None
+
+    def _poll(self, timeout_ms: int) -> None:
+        if self.on_its_way:
+            self._there.append(self.on_its_way.popleft())
 
 
 @dataclass
@@ -42,7 +47,7 @@ class Rank:
     status: int
 
     def check(self) -> None:
-        self.link.said.extend(self.words)
+        self.link.on_its_way.extend(self.words)
         raise Ended(0, self.status)
 
     def end(self, deadline: float) -> None:

@@ -28,6 +28,8 @@ _QUIT_S = 1.5
 """From Quit to SIGKILL: a step of prefill may still be running."""
 _PROGRESS_S = 2.0
 _POLL_MS = 100
+_LAST_WORDS_S = 1.0
+"""For what an ended rank had said to come through, where others go on talking."""
 _MAX_FOLDER_LENGTH = 80
 """A socket's path holds 107 characters on Linux, ours adds about 20."""
 _ENVIRONMENT = {
@@ -104,17 +106,22 @@ class Ranks:
             try:
                 self._check_ended()
             except RanksLost:
-                self._hear_loading(ready, progress)  # its last words, which say why, may be on their way
+                until = time.monotonic() + _LAST_WORDS_S
+                while self._hear_loading(ready, progress) and time.monotonic() < until:
+                    pass  # others spoke; its own last words, which say why, may be on their way
                 raise
         self._pulse = Pulse(len(ready), time.monotonic())
         answers = tuple(ready[rank] for rank in range(len(ready)))
         self.broadcast(Group(tuple(answer.shard for answer in answers)))
         return answers
 
-    def _hear_loading(self, ready: dict[int, RankReady], progress: _Progress) -> None:
-        """Wait a moment for what ranks say. Raises ConfigError or RanksLost if one says that it cannot start."""
+    def _hear_loading(self, ready: dict[int, RankReady], progress: _Progress) -> bool:
+        """Wait a moment for what ranks say. Whether they did. Raises ConfigError or RanksLost if one says that it
+        cannot start."""
         self.hub.socket.poll(_POLL_MS)
+        has_heard = False
         while received := self.hub.receive():
+            has_heard = True
             match received.message:
                 case RankReady() as message:
                     ready[message.rank] = message
@@ -122,6 +129,7 @@ class Ranks:
                     progress.add(message)
                 case message:
                     raise_if_failed(message)
+        return has_heard
 
     def _start(self, config: InstanceConfig, epoch: str, checkpoint: Path) -> Brood:
         cores = [rank_cores(config, rank) for rank in range(config.device.tp)]
