@@ -24,10 +24,11 @@ class Leftover:
     contact: object  # None: it was never met
     batches: list[object]
     since: float
+    has_failed: bool = False  # a batch that is none of `batches`, perhaps halfway
     _until: float = field(init=False)
 
     def __post_init__(self) -> None:
-        self._until = self.since + (_GRACE_S if self.batches else 0.0)
+        self._until = self.since + (_GRACE_S if self.batches or self.has_failed else 0.0)
 
     def has_ended(self, now: float) -> bool:
         """Whether all of it has. The library then knows the peer no longer, and this is not asked again."""

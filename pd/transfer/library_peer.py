@@ -76,6 +76,8 @@ class Peer:
     _is_up: bool = False
     _begun: _Begun | None = None
     _open: list[object] = field(default_factory=list)  # batches
+    _spent: list[object] = field(default_factory=list)  # batches that are done, to be released
+    _is_posting: bool = False  # a batch; still after a turn: that failed, perhaps halfway
     _door: object = None  # a batch that reads it, over and over
     _is_looking: bool = False
     _next_look: float = 0.0
@@ -111,6 +113,7 @@ class Peer:
         self._is_turn_spent = moved = False
         while self._step(now):
             moved = True
+        self._release_spent()
         if moved or not (self._begun or self._waiting or not self._is_up):
             self._deadline = now + self.limits.stall_s
         elif now > self._deadline:
@@ -148,7 +151,8 @@ class Peer:
 
     def _abandon(self, now: float) -> tuple[Leftover, bool]:
         """What it leaves behind, and whether bytes of what was on its way may still move."""
-        may_land = False
+        self._release_spent()
+        may_land = self._is_posting
         for batch in self._open:
             try:
                 may_land |= not self.library.is_done(batch)
@@ -158,7 +162,7 @@ class Peer:
             self._open.append(self._door)
         elif self._door is not None:
             self.library.release(self._door)
-        left = Leftover(self.library, self._contact, self._open, now)
+        left = Leftover(self.library, self._contact, self._open, now, has_failed=self._is_posting)
         self._open, self._door, self._contact, self._is_looking = [], None, None, False
         return left, may_land
 
@@ -169,19 +173,22 @@ class Peer:
         return moved
 
     def _reap(self) -> bool:
-        still_open = []
-        for batch in self._open:
+        moved = False
+        for batch in tuple(self._open):
             if self.library.is_done(batch):
-                self.library.release(batch)
-            else:
-                still_open.append(batch)
-        moved = len(still_open) < len(self._open)
-        self._open = still_open
+                self._open.remove(batch)
+                self._spent.append(batch)
+                moved = True
         if self._is_looking and self.library.is_done(self._door):
             self._is_looking = False
             self._seen()
             moved = True
         return moved
+
+    def _release_spent(self) -> None:
+        """Once nobody waits for what they moved: it takes 40 µs out of cold caches."""
+        while self._spent:
+            self.library.release(self._spent.pop())
 
     def _seen(self) -> None:
         """The door was read."""
@@ -219,7 +226,9 @@ class Peer:
             return False
         self._is_turn_spent = True
         copies = Copies(self.ours, self.there.memory, spans, self._begun.task.is_read)
+        self._is_posting = True
         self._open.append(self.library.post(self._contact, copies))
+        self._is_posting = False
         self._begun.batch = next(self._begun.rest, None)
         return True
 

@@ -16,13 +16,13 @@ import pytest
 
 from pd.transfer import library as batching
 from pd.transfer.host import rdma_devices, this_life
-from pd.transfer.library import LibraryEndpoint, LibraryLimits, Memory
+from pd.transfer.library import Copies, LibraryEndpoint, LibraryLimits, Memory
 from pd.transfer.library_peer import DOOR_NBYTES, Peer, Slate, Task, write_door
 from pd.transfer.library_transport import LibraryTransport
 from pd.transfer.mooncake import MooncakeLibrary
 from pd.transfer.nixl import NixlLibrary
 from pd.transfer.outbox import Outbox
-from pd.transfer.transport import JobDone, JobFailed, PeerLost, RegistrationFailed, Span
+from pd.transfer.transport import JobDone, JobFailed, PeerLost, RegistrationFailed, Span, TransferError
 from tests.transfer.kit import done_jobs, wait_for, wait_jobs, wait_lost, why_absent
 from tests.transfer.slow_library import LARGE, Batch, SlowLibrary
 
@@ -163,6 +163,50 @@ def peer() -> Iterator[Peer]:
     assert known.advance(0.0) and not known.is_waiting
     yield known
     known.outbox.close()
+
+
+def test_a_batch_that_failed_beside_one_that_is_done_leaves_none_to_be_released_twice(
+    monkeypatch: pytest.MonkeyPatch, peer: Peer
+) -> None:
+    monkeypatch.setattr(batching, "BATCH_NBYTES", LARGE)
+    library = peer.library
+    assert isinstance(library, SlowLibrary)
+    library.is_held = True
+    peer.give(Task(0, np.array([[0, 4 * LARGE, 3 * LARGE]]), False, 3 * LARGE, 0.0))
+    while peer.advance(0.0):
+        pass
+    first, second, _ = [batch for batch in library.open if not batch.is_over]
+    library.carry_out(first)
+    second.fails = True
+    with pytest.raises(TransferError, match="it failed"):
+        peer.advance(0.0)
+    left = peer.lose("it failed", is_ours=False, now=0.0)
+    (end, _) = peer.outbox.drain()
+    assert isinstance(end, JobFailed) and end.may_land
+    assert not left.has_ended(1.0) and first not in library.open and second not in library.open
+    library.carry_out(library.open[-1])
+    assert left.has_ended(1.0) and library.open == library.faults == []
+
+
+def test_a_batch_that_failed_while_it_was_posted_may_have_been_sent_in_part(
+    monkeypatch: pytest.MonkeyPatch, peer: Peer
+) -> None:
+    """So its bytes may land, and the library is told to forget the peer a little later."""
+
+    def fail(there: object, copies: Copies) -> object:
+        raise TransferError("the peer went")
+
+    library = peer.library
+    assert isinstance(library, SlowLibrary)
+    monkeypatch.setattr(library, "post", fail)
+    peer.give(Task(0, np.array([[0, 0, 8]]), False, 8, 0.0))
+    with pytest.raises(TransferError, match="the peer went"):
+        peer.advance(0.0)
+    left = peer.lose("the peer went", is_ours=False, now=0.0)
+    (end, _) = peer.outbox.drain()
+    assert isinstance(end, JobFailed) and end.may_land
+    assert not left.has_ended(0.0) and library.known == {"b"}
+    assert left.has_ended(1.0) and library.known == set()
 
 
 def test_what_a_library_does_at_once_takes_a_job_one_turn_and_each_further_batch_one(
