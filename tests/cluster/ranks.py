@@ -75,16 +75,16 @@ class Ranks:
         num_heads: int,
         streams: bool = False,
         staging: tuple[int, int] | None = None,
-        misfits: frozenset[str] = frozenset(),
+        misfit: str | None = None,
     ) -> None:
-        """`staging`: slots, and tokens of each; None: all is moved as it lies. `misfits`: peers that can never be
+        """`staging`: slots, and tokens of each; None: all is moved as it lies. `misfit`: a peer that can never be
         reached from here."""
         self.life = life
         self.page_size = spec.page_size
         self.is_alive = True
         self.num_heads = num_heads
         self._streams = streams
-        self._misfits = misfits
+        self._misfit = misfit
         self._barred: set[tuple[int, Peer]] = set()  # which rank has said of whom that it can never reach it
         slots = (
             [(*staging, num_heads // spec.num_ranks, self._start, self._stick)] * spec.num_ranks
@@ -318,7 +318,7 @@ class Ranks:
             self._answer(rank, PeerUnreachable(*peer, reason="was severed"))
             return
         self._known[rank].add(peer)
-        if peer.name in self._misfits:
+        if peer.name == self._misfit:
             if (rank, peer) in self._barred:
                 raise Violation(f"rank {rank} of {self.life} is to attach {peer}, and has said that it never can")
             self._barred.add((rank, peer))

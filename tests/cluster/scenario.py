@@ -107,5 +107,5 @@ class Scenario:
     direction: str = "push"
     verifies: bool = False
     streams: bool = False  # a step's writes begin in two halves, the first while it computes
-    misfits: frozenset[str] = frozenset()  # instances whose ranks can never reach each other
+    misfits: dict[str, str] = field(default_factory=dict)  # whose ranks find that they can never reach whom
     staging: tuple[int, int] | None = None  # KV goes packed, through so many slots of so many tokens a rank

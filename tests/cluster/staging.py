@@ -52,7 +52,7 @@ def staged(
     max_prefill_tokens: int = 16,
     seed: int = 0,
     brains: Brains | None = None,
-    misfits: frozenset[str] = frozenset(),
+    misfits: dict[str, str] | None = None,
     num_probes: int = 1,
 ) -> World:
     """Run it to its end; raises Violation for whatever must never be. `is_calm`: nothing may be repeated or refused."""
@@ -70,7 +70,7 @@ def staged(
         settled_at=whole_at + 7.0,
         max_model_len=MAX_MODEL_LEN,
         max_prefill_tokens=max_prefill_tokens,
-        misfits=misfits,
+        misfits=misfits or {},
     )
     world = World(whole, brains=brains or Brains(), trace=Trace(is_kept=False))
     world.run()

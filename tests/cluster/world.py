@@ -275,7 +275,7 @@ class World:
             num_heads=whole.num_heads,
             streams=whole.streams,
             staging=whole.staging,
-            misfits=whole.misfits if spec.name in whole.misfits else frozenset(),
+            misfit=whole.misfits.get(spec.name),
         )
         self._lives[life] = ranks
         ranks.happened = self.happened
