@@ -110,6 +110,13 @@ def test_a_peer_whose_layout_cannot_meet_is_unreachable_by_name() -> None:
     assert answer.peer == "d" and "head_dim" in answer.reason and "8" in answer.reason and answer.is_final
 
 
+def test_a_peer_that_tells_too_few_endpoints_is_unreachable_saying_so() -> None:
+    hub = MemoryHub()
+    prefill, decode = Side(hub, "p", tp=1), Side(hub, "d", tp=2)
+    (answer,) = prefill.movers[0].attach(replace(decode.order(), endpoints=decode.order().endpoints[:1]))
+    assert answer == PeerUnreachable("d", "e", "d has 2 ranks, and tells endpoints of 1", is_final=True)
+
+
 def test_what_another_try_may_mend_is_not_said_to_be_final() -> None:
     hub = MemoryHub()
     prefill, decode = Side(hub, "p", tp=1), Side(hub, "d", tp=1)

@@ -95,6 +95,8 @@ class Mover:
         try:
             check_can_meet(self.layout, order.layout, peer=order.peer)
             check_shards(order.layout, order.shards, peer=order.peer)
+            if len(order.endpoints) != len(names):
+                raise CannotMeet(f"{order.peer} has {len(names)} ranks, and tells endpoints of {len(order.endpoints)}")
             slot_nbytes = self.packer.slot_nbytes if self.packer is not None else None
             paths = Paths(End(self.layout, mine), order.layout, order.shards, names, slot_nbytes, self.move)
             own = [pair for pair in pair_up(self.shards, order.shards) if pair.src == self.rank]
