@@ -34,8 +34,9 @@ def numeric_address(host: str, devices: tuple[str, ...], *, backend: str) -> str
 
 
 def refuse_rdma(devices: tuple[str, ...], *, backend: str) -> None:
-    """Raises TransferError, saying what takes them, if some of these are RDMA devices of this host."""
-    known = rdma_devices()
+    """Raises TransferError, saying what takes them, if some of these are RDMA devices of this host. One may have the
+    name of its interface, which is then meant."""
+    known = set(rdma_devices()) - set(_interfaces())
     if not (found := [device for device in devices if device.partition(":")[0] in known]):
         return
     names = dict.fromkeys(device.partition(":")[0] for device in found)

@@ -20,8 +20,8 @@ from pd.transfer.plan import Route
 from pd.transfer.transport import LayoutMismatch, Span
 
 PIECE_NBYTES = 16 << 10
-"""What a piece costs, in bytes that would be moved meanwhile: measured on shared memory, 16 KiB pieces reach two thirds
-of what one large copy does, and libraries pay more for each."""
+"""What a piece costs, in bytes that would be moved meanwhile: over shared memory half as much (16 KiB pieces reach two
+thirds of what one large copy does), by a library more."""
 
 Move = Literal["auto", "direct", "packed"]
 Place = tuple[int, int, int, int]

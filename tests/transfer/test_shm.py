@@ -245,6 +245,12 @@ def test_devices_of_rdma_are_refused_saying_which_options_take_them(
     )
 
 
+def test_an_interface_that_is_named_like_an_rdma_device_is_an_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pd.transfer.address.rdma_devices", lambda: ["lo"])
+    transport = make_transport("auto", me="a", host="127.0.0.1", devices=("lo",))
+    transport.close()
+
+
 def test_nixl_is_given_no_devices_that_are_not_here_as_ucx_would_take_the_others_with_a_warning(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
