@@ -415,11 +415,12 @@ def test_where_no_two_can_serve_together_requests_are_refused_at_once_saying_why
     assert len(bench.endings_of("a")) == len(bench.endings_of("b")) == 1
     instances: Any = bench.brain.state()["instances"]
     assert [each["cannot_meet"] for each in instances] == [{"d0": why}, {}]
+    assert bench.brain.why_none_meet() == why
     bench.submit("one", max_tokens=1)  # prefill alone serves that
     assert bench.endings_of("one") == []
     effects = bench.join(hello("d0", Role.DECODE, epoch="2"))
     assert sent(effects, Reserve) == []
-    assert only_reserve(bench.submit("c"))[0] == "d0"
+    assert only_reserve(bench.submit("c"))[0] == "d0" and bench.brain.why_none_meet() is None
 
 
 def test_a_new_life_of_decode_can_meet_whom_the_old_one_cut_off() -> None:

@@ -117,6 +117,7 @@ class FakeDoor:
         self.arrivals: asyncio.Queue[Submit] = asyncio.Queue()
         self.departures: asyncio.Queue[str] = asyncio.Queue()
         self.absent: tuple[Role, ...] = ()
+        self.apart: str | None = None
         self.model: ModelCard | None = ModelCard("tiny", "f", VOCAB_SIZE, 512)
 
     def submit(self, request: Submit) -> FakeStream:
@@ -134,6 +135,9 @@ class FakeDoor:
 
     def missing(self) -> tuple[Role, ...]:
         return self.absent
+
+    def why_none_meet(self) -> str | None:
+        return self.apart
 
     def card(self) -> ModelCard | None:
         return self.model

@@ -183,6 +183,18 @@ async def test_missing_roles_are_named_with_retry_after(tmp_path: Path) -> None:
         assert door.submits == []
 
 
+async def test_not_ready_where_those_that_live_cannot_serve_together(tmp_path: Path) -> None:
+    door = answering()
+    door.apart = "p0 and d0 cannot serve together: 64 heads there, 8 here"
+    async with (
+        serving(door, tiny_text(tmp_path)) as url,
+        aiohttp.ClientSession(url) as client,
+        client.get("/ready") as reply,
+    ):
+        assert (reply.status, reply.headers["retry-after"]) == (503, "2")
+        assert await reply.json() == {"ready": False, "missing": [], "reason": door.apart}
+
+
 async def test_ready_when_all_roles_live(tmp_path: Path) -> None:
     async with serving(answering(), tiny_text(tmp_path)) as url, aiohttp.ClientSession(url) as client:
         async with client.get("/ready") as reply:

@@ -91,6 +91,10 @@ class RouterBrain:
         """Roles without an instance that takes work; empty when the cluster can serve."""
         return missing_roles(self._members)
 
+    def why_none_meet(self) -> str | None:
+        """Why no two of the living instances can serve together, as one of each two has said; None: some may."""
+        return why_none_meet(self._members)
+
     def card(self) -> ModelCard | None:
         """The model served, with the smallest limit of the living; None before the first Hello."""
         return self._members.card()
@@ -133,7 +137,7 @@ class RouterBrain:
             refused = 503, f"the router ends: {self._draining}"
         elif missing := self.missing():
             refused = 503, f"no {' and no '.join(role.value for role in missing)} instance is ready"
-        elif submit.sampling.max_tokens > 1 and (why := why_none_meet(self._members)) is not None:
+        elif submit.sampling.max_tokens > 1 and (why := self.why_none_meet()) is not None:
             refused = 503, why
         elif num_waiting >= self._config.max_queue:
             refused = 429, f"{num_waiting} requests wait already, and no more may"

@@ -26,6 +26,9 @@ class Door(Protocol):
     def missing(self) -> tuple[Role, ...]:
         """Roles without a living instance that keep this cluster from serving; empty when it can serve."""
 
+    def why_none_meet(self) -> str | None:
+        """Why no two of the living instances can serve together, as far as is known; None: some may."""
+
     def card(self) -> ModelCard | None:
         """The model served and its limits (the smallest among living instances); None before the first Hello."""
 

@@ -168,11 +168,13 @@ class _Front:
         await exchange.reply(200, encode({"status": "ok"}))
 
     async def _ready(self, exchange: Exchange) -> None:
-        missing = self._door.missing()
-        ready = not missing and self._door.card() is not None
+        missing, reason = self._door.missing(), self._door.why_none_meet()
+        ready = not missing and reason is None and self._door.card() is not None
         headers = () if ready else not_ready(missing).headers()
-        body = encode({"ready": ready, "missing": [role.value for role in missing]})
-        await exchange.reply(200 if ready else 503, body, headers=headers)
+        body: dict[str, object] = {"ready": ready, "missing": [role.value for role in missing]}
+        if reason is not None:
+            body["reason"] = reason
+        await exchange.reply(200 if ready else 503, encode(body), headers=headers)
 
     async def _metrics(self, exchange: Exchange) -> None:
         await exchange.reply(200, self._metrics_text(), content_type=_PROMETHEUS)

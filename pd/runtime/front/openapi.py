@@ -93,7 +93,9 @@ def document(version: str) -> dict[str, Any]:
     for path in ("/v1/models", "/health", "/ready", "/metrics", "/state", "/version", "/openapi.json"):
         paths[path] = {"get": {"responses": {"200": {"description": "see docs/running.md"}}}}
     paths["/v1/models/{id}"] = {"get": _ONE_MODEL}
-    paths["/ready"]["get"]["responses"]["503"] = {"description": "which role has no living instance"}
+    paths["/ready"]["get"]["responses"]["503"] = {
+        "description": "which role has no living instance, or why none can meet"
+    }
     return {
         "openapi": "3.1.0",
         "info": {"title": "pd", "version": version},

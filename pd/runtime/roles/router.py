@@ -135,6 +135,9 @@ class Router:
     def missing(self) -> tuple[Role, ...]:
         return self._brain.missing()
 
+    def why_none_meet(self) -> str | None:
+        return self._brain.why_none_meet()
+
     def card(self) -> ModelCard | None:
         return self._brain.card()
 
