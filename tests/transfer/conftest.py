@@ -11,9 +11,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """test_processes.py, between processes, runs over all of them always."""
     if config.getoption("--wide"):
         return
-    kept = [item for item in items if not (item.path.name == "test_backends.py" and _net(item) in SLOW)]
-    if len(kept) < len(items):
-        config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+    kept: list[pytest.Item] = []
+    left: list[pytest.Item] = []
+    for item in items:
+        (left if item.path.name == "test_backends.py" and _net(item) in SLOW else kept).append(item)
+    if left:
+        config.hook.pytest_deselected(items=left)
         items[:] = kept
 
 
