@@ -89,6 +89,11 @@ class Peer:
         """For something that a job needs."""
         return self._begun is not None or not self._is_up
 
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is to be done but what it has yet to be given."""
+        return self._is_up and self._begun is None and not self._waiting
+
     def give(self, task: Task) -> bool:
         """From any thread. False: it is gone, or too many wait."""
         with self.lock:

@@ -34,6 +34,7 @@ class SlowLibrary:
     tells: bool = False
     ring: Callable[[], None] | None = None
     num_asked: int = 0
+    num_tended: int = 0
     faults: list[str] = field(default_factory=list)
     open: list[Batch] = field(default_factory=list)
     known: set[str] = field(default_factory=set)
@@ -104,7 +105,7 @@ class SlowLibrary:
         return self.tells
 
     def tend(self) -> None:
-        pass
+        self.num_tended += 1
 
     def close(self) -> None:
         if self.open:

@@ -150,6 +150,16 @@ def test_a_library_that_tells_when_a_batch_has_ended_is_asked_then_and_hardly_me
     assert two.slow.faults == []
 
 
+def test_peers_are_tended_also_while_one_job_follows_the_other() -> None:
+    two = Two()
+    before = two.slow.num_tended
+    for job in range(1, 41):
+        two.a.write("b", [Span(0, 0, 8)], job=job)
+        assert done_jobs(wait_jobs(two.a, 1)) == [job]
+    assert two.slow.num_tended - before >= 20
+    two.close()
+
+
 @pytest.fixture
 def peer() -> Iterator[Peer]:
     """One whose door was read, over a library that does at once what it is told."""
