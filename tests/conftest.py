@@ -17,8 +17,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--wide", action="store_true", help="kernels: many more shapes; transfer: all backends")
 
 
-_LONGEST = ("equality", "cluster", "kernels", "engine", "bench", "transfer", "runtime", "doctor")
-"""Folders of tests, as they begin. Nothing depends on it but how long one worker waits for the others at the end."""
+_LONGEST = ("equality", "kernels", "engine", "bench", "cluster", "transfer", "runtime", "doctor")
+"""Folders of tests, as they begin. Nothing depends on it but how long one worker waits for the others at the end, and
+that there are schedules to compute (`cluster`, with what the others leave of the cores) while those after it wait."""
 
 
 gc.disable()  # until all is imported, and stays: looking for garbage in it takes a quarter of the collection

@@ -29,24 +29,31 @@ def greedy(checkpoint: Path, asked: list[list[int]], num_tokens: int) -> list[li
         alike.setdefault(len(prompt), []).append(place)
     answers: list[list[int]] = [[] for _ in asked]
     for places in alike.values():
-        told = greedy_together(checkpoint, [asked[place] for place in places], num_tokens)
+        told = _continued(checkpoint, torch.tensor([asked[place] for place in places]), num_tokens)
         for place, answer in zip(places, told, strict=True):
             answers[place] = answer
     return answers
 
 
-def greedy_together(checkpoint: Path, asked: list[list[int]], num_tokens: int) -> list[list[int]]:
-    """As `greedy`, in one batch, padded on the left: many times faster where the model is large."""
-    model = _load(checkpoint)
-    longest = max(map(len, asked))
-    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in asked])
-    # Left out, the mask is guessed, and tokens that happen to be the pad token are masked.
-    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in asked])
+def greedy_along(checkpoint: Path, prompt: list[int], answer: list[int]) -> list[int]:
+    """The greedy token after the prompt, and after each token of `answer` but the last.
+
+    That is `answer` if and only if it is the greedy answer, told in one pass: half the time of one a token.
+    """
+    ids = torch.tensor([prompt + answer[:-1]])
     with torch.inference_mode():
-        out = model.generate(
-            ids, attention_mask=mask, max_new_tokens=num_tokens, min_new_tokens=num_tokens, do_sample=False
+        logits_TV = _load(checkpoint)(ids, logits_to_keep=len(answer)).logits[0]
+    return [int(token) for token in logits_TV.argmax(dim=-1)]
+
+
+def _continued(checkpoint: Path, ids_BT: torch.Tensor, num_tokens: int) -> list[list[int]]:
+    # Left out, the mask is guessed, and tokens that happen to be the pad token are masked.
+    mask_BT = torch.ones_like(ids_BT)
+    with torch.inference_mode():
+        out = _load(checkpoint).generate(
+            ids_BT, attention_mask=mask_BT, max_new_tokens=num_tokens, min_new_tokens=num_tokens, do_sample=False
         )
-    return [[int(token) for token in row[longest:]] for row in out]
+    return [[int(token) for token in row[ids_BT.shape[1] :]] for row in out]
 
 
 @functools.lru_cache(maxsize=1)
