@@ -62,7 +62,7 @@ def watch(life: Life) -> int | None:
     """
     try:
         pidfd = os.pidfd_open(life.pid)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):  # a peer may say any number: more than a pid can be is nobody
         return None
     try:
         if _started(life.pid) == life.started:

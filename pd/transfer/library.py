@@ -148,12 +148,16 @@ def decode(peer: str, endpoint: bytes, library: str) -> LibraryEndpoint:
         raise TransferError(f"{peer} sent no {library} endpoint: {error}") from error
     if there.library != library:
         raise TransferError(f"{peer} sent no {library} endpoint: it is one of {there.library!r}")
-    if there.life.pid < 1 or there.nbytes < 1 or len(there.nonce) != NONCE_NBYTES:
+    begins = (there.memory.address, there.memory.device or 0, there.door)
+    is_odd = min(begins) < 0 or max(begins) + there.nbytes > _ADDRESSES
+    if there.life.pid < 1 or there.nbytes < 1 or len(there.nonce) != NONCE_NBYTES or is_odd:
         raise TransferError(f"{peer} sent a broken {library} endpoint: {there}")
     return there
 
 
 _DIGEST_NBYTES = 8
+_ADDRESSES = 1 << 63
+"""No processor has more, and `Spans` counts no further."""
 
 
 def _digest(body: bytes) -> bytes:

@@ -161,6 +161,8 @@ class MooncakeLibrary:
         assert isinstance(batch, _Batch)
         if not batch.future.done():
             return False
+        if (error := batch.future.exception()) is not None:
+            raise TransferError(f"mooncake raised {type(error).__name__}: {error}") from error
         if code := batch.future.result():
             raise TransferError(f"mooncake returned {code}")
         return True

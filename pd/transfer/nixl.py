@@ -184,7 +184,7 @@ def _log_to_stderr() -> None:
     logger = logging.getLogger("nixl")
     for sink in logger.handlers:
         if type(sink) is logging.StreamHandler:  # its own, and not one of a subclass that another has added
-            sink.setStream(sys.stderr)
+            sink.stream = sys.stderr  # `setStream` flushes the one before, which whoever gave it may have closed
     if "NIXL_LOG_LEVEL" not in os.environ:
         logger.setLevel(logging.WARNING)
 

@@ -243,6 +243,8 @@ def decode(peer: str, endpoint: bytes) -> TcpEndpoint:
         ipaddress.ip_address(there.host)
     except (msgspec.MsgspecError, ValueError) as error:
         raise TransferError(f"{peer} sent no tcp endpoint: {error}") from error
+    if "%" in there.host:  # a zone means something on its own host alone, and may be any text
+        raise TransferError(f"{peer} sent no tcp endpoint: {there.host!r} is no address beyond its host")
     if not 0 < there.port < 1 << 16 or len(there.secret) != SECRET_NBYTES or there.nbytes < 1:
         raise TransferError(f"{peer} sent a broken tcp endpoint: {there.host}:{there.port}, {there.nbytes} bytes")
     return there

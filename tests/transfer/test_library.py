@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import io
+import logging
 import os
 import re
 import subprocess
@@ -11,16 +13,17 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
+import msgspec
 import numpy as np
 import pytest
 
 from pd.transfer import library as batching
 from pd.transfer.host import rdma_devices, this_life
-from pd.transfer.library import Copies, LibraryEndpoint, LibraryLimits, Memory
+from pd.transfer.library import Copies, LibraryEndpoint, LibraryLimits, Memory, decode, encode
 from pd.transfer.library_peer import DOOR_NBYTES, Peer, Slate, Task, write_door
 from pd.transfer.library_transport import LibraryTransport
 from pd.transfer.mooncake import MooncakeLibrary
-from pd.transfer.nixl import NixlLibrary
+from pd.transfer.nixl import NixlLibrary, _log_to_stderr
 from pd.transfer.outbox import Outbox
 from pd.transfer.transport import JobDone, JobFailed, PeerLost, RegistrationFailed, Span, TransferError
 from tests.transfer.kit import done_jobs, wait_for, wait_jobs, wait_lost, why_absent
@@ -235,6 +238,48 @@ def test_what_a_library_does_at_once_takes_a_job_one_turn_and_each_further_batch
     assert not peer.advance(0.0)
 
 
+MOST = (1 << 63) - MIB
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"memory": Memory(-1)},
+        {"memory": Memory(MOST + 1)},
+        {"memory": Memory((1 << 64) - 1)},
+        {"memory": Memory(4096, -1)},
+        {"memory": Memory(4096, 1 << 63)},
+        {"door": -1},
+        {"door": 1 << 63},
+        {"nbytes": 1 << 63},
+    ],
+)
+def test_numbers_of_a_peer_that_no_memory_has_are_refused_before_a_library_sees_them(change: dict[str, object]) -> None:
+    """They ended the thread that serves all peers, and with NIXL the process."""
+    two = Two()
+    sound = decode("b", two.b.endpoint(), two.a.name)
+    with pytest.raises(TransferError, match="c sent a broken .* endpoint: "):
+        two.a.connect("c", encode(msgspec.structs.replace(sound, me="c", **change)))
+    two.a.write("b", [Span(0, 0, LARGE)], job=1)
+    assert done_jobs(wait_jobs(two.a, 1)) == [1]
+    two.close()
+
+
+def test_whatever_mooncake_raises_is_a_failed_batch() -> None:
+    library = MooncakeLibrary.__new__(MooncakeLibrary)
+    library._lanes, library._ring, library._engine = set(), lambda: None, None
+
+    def move(*_: object) -> int:
+        raise TypeError("incompatible arguments")
+
+    library._move = move
+    there = library.meet(msgspec.msgpack.encode(["mooncake", "127.0.0.1:1"]))
+    batch = library.post(there, Copies(Memory(0), Memory(0), np.zeros((1, 3), np.int64), is_read=False))
+    with pytest.raises(TransferError, match="^mooncake raised TypeError: incompatible arguments$"):
+        until(lambda: library.is_done(batch))
+    library.part(there)
+
+
 class Full:
     """Of NIXL an agent, of Mooncake an engine, with no memory left to lock."""
 
@@ -276,6 +321,18 @@ def test_mooncake_says_warnings_and_errors_unless_the_user_asks_for_more() -> No
 
     assert "I" not in said()
     assert "I" in said(MC_LOG_LEVEL="INFO")
+
+
+def test_nixls_log_goes_to_standard_error_also_where_its_own_stream_is_closed() -> None:
+    logger, closed = logging.getLogger("nixl"), io.StringIO()
+    sink = logging.StreamHandler(closed)
+    closed.close()
+    logger.addHandler(sink)
+    try:
+        _log_to_stderr()
+        assert sink.stream is sys.stderr
+    finally:
+        logger.removeHandler(sink)
 
 
 @pytest.mark.skipif(why_absent("nixl") is not None, reason=str(why_absent("nixl")))

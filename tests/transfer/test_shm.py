@@ -14,7 +14,7 @@ from pd.transfer.auto import AutoTransport
 from pd.transfer.choose import make_transport
 from pd.transfer.host import is_dead, this_life, watch, why_elsewhere
 from pd.transfer.shm import ShmEndpoint, ShmTransport
-from pd.transfer.transport import CannotMeet, Span, TransferError
+from pd.transfer.transport import CannotMeet, PeerLost, Span, TransferError
 from tests.transfer.kit import Child, Net, done_jobs, lost_after_write, open_fds, wait_jobs, wait_lost
 
 
@@ -275,6 +275,18 @@ def test_mooncake_over_rdma_that_is_not_here_is_refused_since_it_would_take_tcp_
     monkeypatch.setattr("pd.transfer.mooncake.rdma_devices", lambda: here)
     with pytest.raises(TransferError, match=f"mooncake over rdma: {told}"):
         make_transport("mooncake", me="a", host="127.0.0.1", devices=asked, params={"protocol": "rdma"})
+
+
+@pytest.mark.parametrize("pid", [1 << 31, 1 << 40])
+def test_a_process_id_that_no_process_can_have_is_one_that_ended_and_harms_nobody(net: Net, pid: int) -> None:
+    a, view_a, b, view_b = net.pair(64)
+    view_a[:] = b"\x01" * 64
+    there = with_life(shm_part(net.make("c", 64)[0].endpoint()), pid=pid)
+    a.connect("c", msgspec.msgpack.encode(there))
+    assert wait_lost(a)[-1] == PeerLost("c", f"process {pid} of c ended")
+    assert a.sever("c")
+    a.write("b", [Span(0, 0, 64)], job=1)
+    assert done_jobs(wait_jobs(a, 1)) == [1] and view_b == view_a
 
 
 def test_a_life_of_no_process_is_a_broken_endpoint(net: Net) -> None:
