@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import subprocess
@@ -37,6 +38,15 @@ def in_words(found: dict[str, object]) -> str:
         where = f"{len(gpus)} x {gpus[0]}; {where}"
     commit = f" ({found['commit']})" if found.get("commit") else ""
     return f"pd {found.get('pd')}{commit}, python {found.get('python')}, {where}, load {found.get('load')}"
+
+
+def free_memory() -> int | None:
+    """Bytes that this host can give before it must take them from somebody. None: it does not tell."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) << 10
+    return None
 
 
 def _version(name: str) -> str | None:

@@ -21,18 +21,26 @@ class Lines:
     """A file that grows by a line a result, each written out at once: what is interrupted keeps what it has. The first
     line replaces what was there."""
 
-    def __init__(self, file: IO[bytes] | None) -> None:
+    def __init__(self, file: IO[bytes] | None, path: str = "") -> None:
         self._file = file
+        self._path = path
         self._has_begun = False
 
     def put(self, kind: str, **values: object) -> None:
+        """Raises ConfigError where it cannot be written."""
         if self._file is None:
             return
-        if not self._has_begun and stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
-            self._file.truncate()
+        try:
+            self._write(self._file, msgspec.json.encode({"kind": kind, **values}) + b"\n")
+        except OSError as error:
+            raise ConfigError(f"cannot write {self._path}: {error.strerror}") from error
+
+    def _write(self, file: IO[bytes], line: bytes) -> None:
+        if not self._has_begun and stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            file.truncate()
         self._has_begun = True
-        self._file.write(msgspec.json.encode({"kind": kind, **values}) + b"\n")
-        self._file.flush()
+        while line:
+            line = line[file.write(line) :]
 
 
 @contextlib.contextmanager
@@ -48,8 +56,8 @@ def written(path: str | None) -> Iterator[Lines]:
         raise ConfigError(
             f"cannot write {path}: {error.strerror}", hint="--output takes a file in a folder that exists"
         ) from error
-    with open(descriptor, "wb") as file:
-        yield Lines(file)
+    with open(descriptor, "wb", buffering=0) as file:  # what could not be written is not tried again at its end
+        yield Lines(file, path)
 
 
 def read(path: Path) -> list[dict[str, object]]:

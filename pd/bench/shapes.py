@@ -13,6 +13,7 @@ from pd.transfer.plan import routes_between
 
 PAGE_SIZE = 16
 _KEYS = ("layers", "heads", "kv-heads", "head-dim")
+_LARGEST = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,11 @@ def read_shape(text: str) -> ModelShape:
     if set(given) != set(_KEYS) or not all(value.isdecimal() and int(value) for value in given.values()):
         known = ", ".join(SHAPES)
         raise ValueError(f"a model shape is one of {known}, or {','.join(f'{key}=N' for key in _KEYS)}; not {text!r}")
-    layers, heads, kv_heads, head_dim = (int(given[key]) for key in _KEYS)
+    layers, heads, kv_heads, head_dim = sizes = tuple(int(given[key]) for key in _KEYS)
+    if max(sizes) > _LARGEST:
+        raise ValueError(f"{max(sizes)} is more than any model has: at most {_LARGEST}")
+    if heads % kv_heads:
+        raise ValueError(f"{heads} heads do not share {kv_heads} kv-heads evenly")
     return _gqa(text, layers=layers, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
 
 

@@ -11,6 +11,7 @@ Rules
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from dataclasses import dataclass, field, replace
 
@@ -95,7 +96,8 @@ def _checked(options: TransferOptions) -> _Work:
     read: list[tuple[int, ...]] = []
     for name in ("prefill_tp", "decode_tp", "tokens"):
         try:
-            read.append(specs.counts(f"--{name.replace('_', '-')}", getattr(options, name)))
+            given = specs.counts(f"--{name.replace('_', '-')}", getattr(options, name))
+            read.append(tuple(dict.fromkeys(given)))  # twice the same is one line
         except ValueError as error:
             faults.append(str(error))
     shape = None
@@ -109,11 +111,12 @@ def _checked(options: TransferOptions) -> _Work:
     faults += wrong
     names = _backends(options.backend)
     if unknown := [name for name in names if name not in (*_DEFAULT, _FAKE)]:
-        faults.append(f"--backend names {', '.join(unknown)}, must be of {', '.join(_DEFAULT)}, {_FAKE}")
+        told = ", ".join(name or "nothing" for name in unknown)
+        faults.append(f"--backend names {told}, must be of {', '.join(_DEFAULT)}, {_FAKE}")
     if params and len(names) > 1:
         faults.append(f"--transfer-param is for one backend, not for {', '.join(names)}")
-    if options.seconds <= 0:
-        faults.append(f"--seconds is {options.seconds}, must be above 0")
+    if not 0 < options.seconds < math.inf:
+        faults.append(f"--seconds is {options.seconds}, must be above 0 and finite")
     if shape is not None and not faults and max(*read[0], *read[1]) > shape.num_query_heads:
         faults.append(f"{max(*read[0], *read[1])} ranks are more than the {shape.num_query_heads} query heads")
     if faults or shape is None:
@@ -126,7 +129,7 @@ def _checked(options: TransferOptions) -> _Work:
 def _backends(asked: str | None) -> tuple[str, ...]:
     """Those asked for; else those whose library is here."""
     if asked is not None:
-        return tuple(name.strip() for name in asked.split(","))
+        return tuple(dict.fromkeys(name.strip() for name in asked.split(",")))
     here = []
     for name in _DEFAULT:
         try:

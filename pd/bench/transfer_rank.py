@@ -11,7 +11,6 @@ import ctypes
 import os
 import random
 import select
-import signal
 import sys
 import time
 from collections.abc import Callable
@@ -170,7 +169,6 @@ def _serve_destination(order: Order, say: Callable[[Answer], None]) -> None:
 def main() -> None:
     """Until its input ends."""
     die_with(int(sys.argv[1]))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's is the parent's
     voice = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # what a library prints goes to the terminal, not among our answers
 

@@ -15,10 +15,12 @@ import pytest
 from pd.bench.lines import read
 from pd.bench.shapes import SHAPES, count_descriptors, descriptor_table, read_shape
 from pd.bench.transfer import transfer
+from pd.bench.transfer_ends import Meeting
 from pd.bench.transfer_options import TransferOptions
 from pd.runtime.config import ConfigError
 from pd.transfer.layout import tp_shards
 from pd.transfer.plan import routes_between
+from pd.transfer.transport import TransferError
 from tests.shape.source import ROOT
 from tests.transfer.kit import backends
 
@@ -70,8 +72,43 @@ def test_all_faults_are_told_at_once() -> None:
     assert told[2].startswith("--model-shape: a model shape is one of smollm2-135m, llama-3-8b")
     assert told[3:] == [
         "--backend names ucx, must be of shm, tcp, nixl, mooncake, fake",
-        "--seconds is 0, must be above 0",
+        "--seconds is 0, must be above 0 and finite",
     ]
+
+
+def test_what_is_given_twice_is_one_line_and_nothing_is_no_backend(capsys: pytest.CaptureFixture[str]) -> None:
+    shape = "layers=1,heads=1,kv-heads=1,head-dim=8"
+    options = TransferOptions(
+        backend="fake,fake", prefill_tp="1,1", decode_tp="1", tokens="16,16", model_shape=shape, seconds=1e-3
+    )
+    assert transfer(options) == 0
+    assert capsys.readouterr().out.count("1 → 1") == 1
+    with pytest.raises(ConfigError, match=r"--backend names nothing, must be of shm, .*\n--seconds is nan"):
+        transfer(TransferOptions(backend="shm,", seconds=float("nan")))
+
+
+@pytest.mark.parametrize(
+    ("shape", "told"),
+    [
+        ("layers=2,heads=3,kv-heads=2,head-dim=8", "3 heads do not share 2 kv-heads evenly"),
+        (f"layers={1 << 70},heads=1,kv-heads=1,head-dim=8", f"{1 << 70} is more than any model has: at most 65536"),
+    ],
+)
+def test_a_shape_that_no_model_has_is_told_before_anything_starts(shape: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=f"^--model-shape: {told}$"):
+        transfer(TransferOptions(backend="fake", model_shape=shape))
+
+
+@pytest.mark.parametrize(("backend", "tokens"), [("shm", 10**9), ("fake", 10**13)])
+def test_more_than_this_host_has_free_is_told_before_anything_starts(backend: str, tokens: int) -> None:
+    options = TransferOptions(backend=backend, prefill_tp="1", decode_tp="1", tokens=str(tokens))
+    with pytest.raises(ConfigError, match=rf"^{backend}: {tokens} tokens take \S+ GB in all ranks, of which this host"):
+        transfer(options)
+
+
+def test_an_output_that_takes_no_more_is_told_without_a_traceback() -> None:
+    with pytest.raises(ConfigError, match=r"^cannot write /dev/full: No space left on device$"):
+        transfer(TransferOptions(backend="fake", tokens="16", output="/dev/full"))
 
 
 def test_a_parameter_is_a_key_and_a_value_and_given_once() -> None:
@@ -122,9 +159,20 @@ def test_ranks_that_hang_end_with_their_parent_however_that_ends() -> None:
             os.close(handle)
 
 
+def test_a_rank_that_was_killed_is_told_by_its_signal() -> None:
+    shape = read_shape("layers=1,heads=2,kv-heads=2,head-dim=8")
+    with Meeting("shm", shape, tps=(1, 1), num_tokens=16, params={}) as meeting:
+        sink, source = (rank._process for rank in meeting._ranks)
+        for rank in (sink, source):
+            assert os.getpgid(rank.pid) == rank.pid, "a terminal's Ctrl-C is ours alone"
+        source.kill()
+        with pytest.raises(TransferError, match=r"^a rank's process was ended by SIGKILL$"):
+            meeting.move(16)
+
+
 def test_a_shape_is_read_from_its_sizes() -> None:
-    shape = read_shape("kv-heads=2, layers=3,heads=5,head-dim=16")
-    assert (shape.num_query_heads, shape.layout.num_kv_heads, shape.layout.num_layers) == (5, 2, 3)
+    shape = read_shape("kv-heads=2, layers=3,heads=6,head-dim=16")
+    assert (shape.num_query_heads, shape.layout.num_kv_heads, shape.layout.num_layers) == (6, 2, 3)
     assert shape.layout.token_nbytes == 3 * 2 * 32 * 2
     with pytest.raises(ValueError, match="not 'layers=3,heads=0"):
         read_shape("layers=3,heads=0,kv-heads=1,head-dim=1")

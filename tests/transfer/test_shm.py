@@ -279,7 +279,7 @@ def test_mooncake_over_rdma_that_is_not_here_is_refused_since_it_would_take_tcp_
 
 @pytest.mark.parametrize("pid", [1 << 31, 1 << 40])
 def test_a_process_id_that_no_process_can_have_is_one_that_ended_and_harms_nobody(net: Net, pid: int) -> None:
-    a, view_a, b, view_b = net.pair(64)
+    a, view_a, _, view_b = net.pair(64)
     view_a[:] = b"\x01" * 64
     there = with_life(shm_part(net.make("c", 64)[0].endpoint()), pid=pid)
     a.connect("c", msgspec.msgpack.encode(there))

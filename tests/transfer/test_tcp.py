@@ -435,7 +435,7 @@ def test_a_peer_where_nobody_listens_is_lost_at_once(net: Net) -> None:
 @pytest.mark.parametrize("host", ["fe80::1%eth0", "fe80::1%a\0b", "fe80::1%é"])
 def test_an_address_with_a_zone_is_refused_as_it_means_nothing_elsewhere(net: Net, host: str) -> None:
     a, _ = net.make("a", 64)
-    with pytest.raises(TransferError, match="b sent no tcp endpoint: .* is no address beyond its host"):
+    with pytest.raises(TransferError, match=r"b sent no tcp endpoint: .* is no address beyond its host"):
         a.connect("b", msgspec.msgpack.encode(TcpEndpoint("b", host, 7, bytes(16), 64)))
 
 
