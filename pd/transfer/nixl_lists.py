@@ -31,8 +31,8 @@ from pd.transfer.native import Native
 ENOUGH = 8
 """Rows that tell what grid they lie on."""
 
-MAX_GRIDS = 8
-"""A peer. A route has one, or a few; an image in staging one a slot."""
+MAX_GRIDS = 16
+"""A peer. A route has one, or a few; images in staging may have one for each of the 8 slots."""
 
 MAX_PIECES = 2048
 """Of a batch; others are described."""
@@ -125,6 +125,7 @@ def number(grid: Grid, spans: Spans) -> tuple[Numbers, Numbers] | None:
 class _Prepared(NamedTuple):
     grid: Grid
     table: array.array[int]
+    memory: Memory  # of our region
     is_read: bool
     ours: Any
     theirs: Any
@@ -143,12 +144,12 @@ class Lists:
     _prepared: list[_Prepared] = field(default_factory=list)  # the one used last, last
 
     def make(self, copies: Copies, nbytes: int) -> Any | None:
-        """A transfer to be posted, or None: it is to be described. Our region has `nbytes`. Raises what NIXL does."""
+        """A transfer to be posted, or None: it is to be described. `nbytes`: of our region. Raises what NIXL does."""
         if copies.theirs != self.memory:
             return None
         for i in reversed(range(len(self._prepared))):
             prepared = self._prepared[i]
-            if prepared.is_read == copies.is_read:
+            if prepared.is_read == copies.is_read and prepared.memory == copies.ours:
                 found = self.numbering.of(prepared.grid, prepared.table, copies.spans)
                 if found is not None:
                     self._prepared.append(self._prepared.pop(i))
@@ -183,7 +184,7 @@ class Lists:
         except BaseException:
             self._release(ours)
             raise
-        prepared = _Prepared(grid, table_of(grid), copies.is_read, ours, theirs)
+        prepared = _Prepared(grid, table_of(grid), copies.ours, copies.is_read, ours, theirs)
         self._prepared.append(prepared)
         return prepared
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pd.transfer import native
-from pd.transfer.library import LibraryLimits, Spans
+from pd.transfer.library import Copies, LibraryLimits, Memory, Spans
 from pd.transfer.library_transport import LibraryTransport
 from pd.transfer.nixl import nixl_transport
 from pd.transfer.nixl_lists import (
@@ -194,6 +194,20 @@ def test_reads_and_writes_of_one_peer_have_lists_of_their_own(two: Two) -> None:
             on_grid(random.Random(3), DENSE, 20), is_read=True
         )
     assert len(two.agent.lists) == 4
+
+
+def test_each_region_of_ours_has_lists_of_its_own() -> None:
+    agent = fake_nixl.Agent("a")
+    agent.add_remote_agent(b"b")
+    lists = Lists(agent, "UCX", Numbering(None), "b", Memory(1 << 20), NBYTES)
+    spans = rows(*on_grid(random.Random(9), DENSE, 20))
+    for ours in (Memory(2 << 20), Memory(3 << 20), Memory(2 << 20)):
+        made = lists.make(Copies(ours, Memory(1 << 20), spans, is_read=False), NBYTES)
+        assert [row[0] for row in made.ours] == (spans[:, 0] + ours.address).tolist()
+    assert len(agent.lists) == 4
+    assert lists.make(Copies(Memory(2 << 20), Memory(4 << 20), spans, is_read=False), NBYTES) is None, "not its region"
+    lists.release()
+    assert agent.live_lists() == []
 
 
 def test_a_peer_has_so_many_lists_and_the_one_not_used_for_longest_goes(two: Two) -> None:
