@@ -30,7 +30,10 @@ def plan(route: Route, src_pages: Sequence[int], dst_pages: Sequence[int], start
         return Rows(_planned(route, src_pages, dst_pages, num_units))
     route.check_counts(len(src_pages), len(dst_pages), start, stop)
     spans = array.array("q", bytes(3 * 8 * num_pieces))
-    num_spans = native.plan(route.table, array.array("q", (num_units, *src_pages, *dst_pages)), spans)
+    try:
+        num_spans = native.plan(route.table, array.array("q", (num_units, *src_pages, *dst_pages)), spans)
+    except OverflowError:  # a page that not even 64 bits hold
+        num_spans = -1
     if num_spans < 0:
         route.check(src_pages, dst_pages, start, stop)  # says which page
     del spans[3 * num_spans :]

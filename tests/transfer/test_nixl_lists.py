@@ -95,6 +95,15 @@ def test_what_does_not_lie_on_a_grid_has_no_numbers_there(numbering: Numbering, 
     assert pieces_of(grid, numbering, rows((40, 10, 10), wrong)) is None
 
 
+@pytest.mark.parametrize("step", [64, 192, 320, 448])
+def test_what_lies_before_the_first_piece_has_no_number(numbering: Numbering, step: int) -> None:
+    """Counted without a sign it lies 2^64 further on, which for some of these steps is on the grid."""
+    for first in range(0, step, 64):
+        grid = Grid(Side(first, step), Side(first, step), 64)
+        for offset in range(0, first, 64):
+            assert pieces_of(grid, numbering, rows((offset, offset, 64))) is None, f"{offset} on {grid}"
+
+
 def test_more_pieces_than_are_kept_room_for_have_no_numbers(numbering: Numbering) -> None:
     grid = Grid(Side(0, 8), Side(0, 8), 8)
     half = MAX_PIECES // 2 * 8

@@ -132,6 +132,7 @@ def test_two_thousand_tokens_are_planned_in_under_a_millisecond() -> None:
         ([0, 1], [0], 0, 16, "2 source pages of 16 for tokens"),
         ([4], [0], 0, 16, r"source pages 4\.\.4 are not within 0\.\.3"),
         ([0], [-1], 0, 16, r"destination pages -1\.\.-1"),
+        ([0], [2**63], 0, 16, r"destination pages 9223372036854775808\.\."),
         ([0], [0], 16, 0, r"tokens \[16, 0\)"),
     ],
 )

@@ -7,6 +7,7 @@ extern "C" int64_t pd_number(const pd::Span* spans, int64_t num_spans, const pd:
   const bool is_dense = src_step == nbytes && dst_step == nbytes;
   int64_t done = 0;
   for (int64_t i = 0; i < num_spans; ++i) {
+    if (spans[i].src < src_first || spans[i].dst < dst_first) return -1;  // else the differences wrap
     const uint64_t from = (spans[i].src - src_first) / src_step, to = (spans[i].dst - dst_first) / dst_step;
     const uint64_t many = spans[i].nbytes == nbytes ? 1 : spans[i].nbytes / nbytes;
     if (src_first + from * src_step != spans[i].src || dst_first + to * dst_step != spans[i].dst ||
