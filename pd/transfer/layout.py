@@ -231,7 +231,8 @@ def check_can_meet(ours: KVLayout, theirs: KVLayout, *, peer: str = "peer") -> N
 
 
 def check_shards(layout: KVLayout, shards: tuple[Shard, ...], *, peer: str = "peer") -> None:
-    """Raise LayoutMismatch where a shard is empty or reaches outside the model: peers are not trusted."""
+    """Raise LayoutMismatch where a shard is empty, reaches outside the model or is larger than offsets can say: peers
+    are not trusted."""
     for rank, shard in enumerate(shards):
         fits_layers = 0 <= shard.layer_start < shard.layer_stop <= layout.num_layers
         fits_heads = 0 <= shard.head_start < shard.head_stop <= layout.num_kv_heads
@@ -240,6 +241,9 @@ def check_shards(layout: KVLayout, shards: tuple[Shard, ...], *, peer: str = "pe
                 f"rank {rank} of {peer} says it holds {shard}, the model has {layout.num_layers} layers "
                 f"and {layout.num_kv_heads} KV heads"
             )
+        if (nbytes := max(1, shard.num_pages) * page_nbytes(layout, shard)) >= 2**63:
+            pages = f"{shard.num_pages} pages of {layout.page_size} tokens"
+            raise LayoutMismatch(f"rank {rank} of {peer} says it holds {pages}, {nbytes} bytes: no host has so many")
 
 
 def _must_agree(layout: KVLayout) -> dict[str, object]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
@@ -115,6 +116,17 @@ def test_a_peer_that_tells_too_few_endpoints_is_unreachable_saying_so() -> None:
     prefill, decode = Side(hub, "p", tp=1), Side(hub, "d", tp=2)
     (answer,) = prefill.movers[0].attach(replace(decode.order(), endpoints=decode.order().endpoints[:1]))
     assert answer == PeerUnreachable("d", "e", "d has 2 ranks, and tells endpoints of 1", is_final=True)
+
+
+@pytest.mark.parametrize("num_pages", [2**54, 2**63, 2**64 - 1])
+def test_a_peer_with_a_pool_that_no_host_can_have_is_unreachable_saying_so(num_pages: int) -> None:
+    hub = MemoryHub()
+    prefill, decode = Side(hub, "p", tp=1), Side(hub, "d", tp=1)
+    shards = (dataclasses.replace(decode.shards[0], num_pages=num_pages),)
+    (answer,) = prefill.movers[0].attach(replace(decode.order(), shards=shards))
+    nbytes = num_pages * 2 * 3 * 4 * 2 * 4 * 4
+    reason = f"rank 0 of d says it holds {num_pages} pages of 4 tokens, {nbytes} bytes: no host has so many"
+    assert answer == PeerUnreachable("d", "e", reason, is_final=True)
 
 
 def test_what_another_try_may_mend_is_not_said_to_be_final() -> None:
