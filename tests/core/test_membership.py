@@ -423,6 +423,18 @@ def test_where_no_two_can_serve_together_requests_are_refused_at_once_saying_why
     assert only_reserve(bench.submit("c"))[0] == "d0" and bench.brain.why_none_meet() is None
 
 
+def test_those_that_waited_when_no_two_turned_out_to_serve_together_are_told_with_the_first() -> None:
+    bench = pair_bench()
+    _, first = only_reserve(bench.submit("a"))
+    _, second = only_reserve(bench.submit("b"))
+    bench.hear("d0", Refused(second.handle, "p0 is not attached", 0.1))
+    bench.submit("one", max_tokens=1)
+    barred(bench, "d0", first)
+    why = "p0 and d0 cannot serve together: 64 heads there, 8 here"
+    assert [ending.reason for name in "ab" for ending in bench.endings_of(name) if isinstance(ending, End)] == [why] * 2
+    assert bench.endings_of("one") == []
+
+
 def test_a_new_life_of_decode_can_meet_whom_the_old_one_cut_off() -> None:
     bench = pair_bench()
     _, reserve = only_reserve(bench.submit("a"))

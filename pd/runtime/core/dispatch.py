@@ -145,6 +145,9 @@ class Dispatch:
             self._effects += part(answer.prefill, answer.decode, reason, is_for_good=after_s is None)
             if answer.wish.decodes and (why := why_none_meet(self._members)) is not None:
                 self.end(answer, why, now, status=503, knows=member)
+                for other in [each for each in self.answers.values() if each.state is State.QUEUED]:
+                    if other.wish.decodes:
+                        self.end(other, why, now, status=503)
                 return
         elif after_s is None:
             answer.unfit.add(member.name)
