@@ -233,7 +233,8 @@ class Lane:
         return None
 
     def _on_refusal(self, reason: bytearray) -> None:
-        raise FrameError(f"{self._peer.name} refused: {reason.decode(errors='replace')}")
+        told = reason.decode(errors="replace")  # of whoever sits at that address: it may hold ends of lines
+        raise FrameError(f"{self._peer.name} refused: {''.join(c if c.isprintable() else '?' for c in told)}")
 
 
 def decode(peer: str, endpoint: bytes) -> TcpEndpoint:

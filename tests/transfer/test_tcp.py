@@ -30,6 +30,7 @@ from pd.transfer.tcp_frames import (
     mixed,
     pack,
     pack_hello,
+    pack_refusal,
     prove,
     unpack,
     unpack_entries,
@@ -193,6 +194,18 @@ def test_an_acceptor_that_cannot_prove_itself_gets_nothing(net: Net) -> None:
             impostor.sendall(pack(Frame(Kind.WELCOME, True, 0, 0, NBYTES)) + bytes(PROOF_NBYTES))
             lost = wait_lost(a)[-1]
             assert isinstance(lost, PeerLost) and "does not prove" in lost.reason
+
+
+def test_what_an_acceptor_refuses_with_writes_no_line_of_its_own_into_a_log(net: Net) -> None:
+    a, _ = net.make("a", NBYTES, QUICK)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        a.connect("b", msgspec.msgpack.encode(TcpEndpoint("b", "127.0.0.1", port, os.urandom(16), NBYTES)))
+        impostor, _ = listener.accept()
+        with impostor:
+            impostor.recv(1 << 16)
+            impostor.sendall(pack_refusal("no\r\n\x1b[2Jerror: ü"))
+            assert wait_lost(a) == [PeerLost("b", "b refused: no???[2Jerror: ü")]
 
 
 @pytest.mark.parametrize("seed", range(10))
