@@ -39,8 +39,9 @@ class Native:
     _library: ctypes.CDLL
 
     def copy(self, src: int, dst: int, table: array.array[int], *, most: int, is_past_cache: bool) -> Iterator[None]:
-        """Copy the spans of a `Rows` between what begins at these addresses, at most `most` bytes each time one more
-        is asked for; yields before. `is_past_cache`: what is written is not left in the cache, nor read into it."""
+        """Copy the spans of `table`, three numbers each, between what begins at these addresses, at most `most` bytes
+        each time one more is asked for; yields before. `is_past_cache`: what is written is not left in the cache, nor
+        read into it."""
         num_spans = len(table) // 3
         cursor = array.array("Q", (0, 0))
         at_table, at_cursor = table.buffer_info()[0], cursor.buffer_info()[0]
@@ -67,8 +68,8 @@ class Native:
 
     def number(self, spans: int, num_spans: int, grid: array.array[int], src: int, dst: int, most: int) -> int:
         """Write the numbers of all pieces, 32 bits each, to the addresses `src` and `dst`, `most` at most; how many, or
-        -1 where they do not lie on the grid. `spans` is the address of rows as `Rows` has them; `grid`: first and step
-        of the source, of the destination, and the pieces' length."""
+        -1 where they do not lie on the grid. `spans` is the address of three numbers a span; `grid`: first and step of
+        the source, of the destination, and the pieces' length."""
         found: int = self._library.pd_number(spans, num_spans, grid.buffer_info()[0], src, dst, most)
         return found
 
