@@ -49,13 +49,18 @@ def refuse_rdma(devices: tuple[str, ...], *, backend: str) -> None:
 
 
 def refuse_unknown(devices: tuple[str, ...], *, backend: str) -> None:
-    """Raises TransferError if some of these are no network devices of this host: UCX takes the others, and warns."""
-    known = {*_interfaces(), *rdma_devices()}
-    unknown = [device for device in devices if not {device, device.partition(":")[0]} & known]
-    if unknown:
+    """Raises TransferError if some of these are none that UCX has on this host, an interface or an RDMA device's port:
+    it would take the others, and warn."""
+    interfaces, rdma = _interfaces(), rdma_devices()
+
+    def is_known(device: str) -> bool:
+        name, _, port = device.partition(":")
+        return device in interfaces or (name in rdma and port.isdecimal())
+
+    if unknown := [device for device in devices if not is_known(device)]:
         raise TransferError(
             f"{backend}: this host has no network device {', '.join(unknown)}",
-            hint=f"it has {', '.join(sorted(known))}; of an RDMA device the port, too: mlx5_0:1",
+            hint=f"it has {', '.join(sorted([*interfaces, *(f'{device}:1' for device in rdma)]))}",
         )
 
 

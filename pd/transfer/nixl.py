@@ -8,8 +8,8 @@ What is done because it was measured or met (NIXL 1.5.1):
    once is also the read of a peer's door, posted again and again.
 3. Failures come as exceptions and as "ERR"; both are TransferError here.
 4. Nothing is unpickled: the agent's metadata goes through NIXL's own reader, behind a digest.
-5. Its `ucx_devices` is ignored for TCP; UCX's own UCX_NET_DEVICES is honoured. What is not there UCX warns of, and takes
-   the rest: so whoever calls has looked (`address.refuse_unknown`).
+5. Its `ucx_devices` is ignored for TCP; UCX's own UCX_NET_DEVICES is honoured. What is not there UCX warns of, and
+   takes the rest: so whoever calls has looked (`address.refuse_unknown`).
 6. UCX over TCP has the owner send what is read. If the reader dies with several reads under way, the owner's process
    may die too: of 96 readers killed with reads of 4 KiB under way four took it along (SIGSEGV, SIGABRT).
 7. Its logger writes to standard output, which belongs to whoever started the process: it is given standard error.
