@@ -54,7 +54,7 @@ __attribute__((target("avx2"))) uint64_t hash_avx2(const uint8_t* row, int64_t n
   high = _mm256_add_epi64(_mm256_slli_epi64(high, 32), _mm256_and_si256(high, _mm256_set1_epi64x(-1ll << 32)));
   const __m256i four = _mm256_add_epi64(low, high);
   const __m128i two = _mm_add_epi64(_mm256_castsi256_si128(four), _mm256_extracti128_si256(four, 1));
-  const uint64_t hash = _mm_cvtsi128_si64(two) + _mm_extract_epi64(two, 1);
+  const uint64_t first = _mm_cvtsi128_si64(two), second = _mm_extract_epi64(two, 1), hash = first + second;
   return 4 * WORD * num_fours == nbytes ? hash : hash + hash_words(row, nbytes, weights, 4 * num_fours);
 }
 
