@@ -159,7 +159,7 @@ def test_peers_are_tended_also_while_one_job_follows_the_other() -> None:
     for job in range(1, 41):
         two.a.write("b", [Span(0, 0, 8)], job=job)
         assert done_jobs(wait_jobs(two.a, 1)) == [job]
-    assert two.slow.num_tended - before >= 20
+    assert two.slow.num_tended - before >= 19, "every other time, and the last is told before"
     two.close()
 
 
