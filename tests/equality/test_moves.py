@@ -18,13 +18,13 @@ class Way(NamedTuple):
     decode: tuple[str, ...] = ()
 
 
-LARGER = ("--page-size", "64", "--num-pages", "200")
+LARGER, ODD = ("--page-size", "64", "--num-pages", "200"), ("--page-size", "24", "--num-pages", "500")
 LATE, PULL = ("--reserve", "late"), ("--direction", "pull")
 WAYS = {
     "early push, larger pages": Way(prefill=("--tp", "2"), decode=LARGER),
     "late push": Way(LATE, decode=("--tp", "2")),
     "early pull, smaller pages, tcp": Way(PULL, prefill=(*LARGER, "--transfer", "tcp"), decode=("--transfer", "tcp")),
-    "late pull": Way((*LATE, *PULL), prefill=("--tp", "3"), decode=("--tp", "2")),
+    "late pull, pages of 24 and 16": Way((*LATE, *PULL), prefill=("--tp", "3", *ODD), decode=("--tp", "2")),
 }
 
 
@@ -40,7 +40,7 @@ def test_every_way_answers_as_transformers_and_sends_no_prefix_twice(
         for prompt, answer in zip(case.prompts[8:12], case.answers[8:12], strict=True):  # lengths 149, 32, 200, 97
             assert cluster.generate(prompt + answer[:10], NUM_TOKENS - 10) == answer[10:], "a conversation's next turn"
         held = counted(cluster, "pd_held_tokens_total")
-        assert held >= 128 + 192 + 64, "whole pages of 64 at the least"
+        assert held >= 128 + 192 + 64, "whole pages of 64 at the least, or of 48 where they are of 24 and 16"
         for instance in cluster.wait_idle()["instances"]:
             assert instance["num_free_pages"] == instance["num_pages"], instance
 
