@@ -55,7 +55,7 @@ class Digester:
     _views: tuple[Tensor, ...] = field(init=False, repr=False)
     _weights: tuple[Tensor, ...] = field(init=False, repr=False)  # of the words of a row of K, and of V
     _places_HL1: Tensor = field(init=False, repr=False)
-    _rows: ctypes.Array[native.Rows] | None = field(init=False, repr=False)  # None: PyTorch does it
+    _rows: ctypes.Array[native.PoolRows] | None = field(init=False, repr=False)  # None: PyTorch does it
 
     def __post_init__(self) -> None:
         device, itemsize = self.region.device, DTYPES[self.dtype].itemsize
@@ -102,14 +102,14 @@ class Digester:
                 last, start = pages[num_whole : num_whole + 1], tokens.start + num_whole * size
                 yield self._part(view_PHLSE[:, :, :, :rest], last, kv=kv, start=start)
 
-    def _native_rows(self) -> ctypes.Array[native.Rows]:
+    def _native_rows(self) -> ctypes.Array[native.PoolRows]:
         found = []
         for view_PHLSE, weights_W in zip(self._views, self._weights, strict=True):
             itemsize = view_PHLSE.element_size()
             steps = [step * itemsize for step in view_PHLSE.stride()]
             sizes = (*view_PHLSE.shape[1:4], self.box.heads.start, self.box.layers.start, view_PHLSE.shape[4], itemsize)
-            found.append(native.Rows(view_PHLSE.data_ptr(), *steps, *sizes, weights_W.data_ptr()))
-        return (native.Rows * len(found))(*found)
+            found.append(native.PoolRows(view_PHLSE.data_ptr(), *steps, *sizes, weights_W.data_ptr()))
+        return (native.PoolRows * len(found))(*found)
 
     @property
     def _chunk_nbytes(self) -> int:

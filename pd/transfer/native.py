@@ -21,7 +21,7 @@ LIBRARY = "_bytes"
 _FLAGS = ("-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-shared")
 
 
-class Rows(ctypes.Structure):
+class PoolRows(ctypes.Structure):
     """K, or V, of some heads and layers of a pool; steps are bytes. Whoever makes it keeps its memory alive."""
 
     _fields_ = (
@@ -60,7 +60,7 @@ class Native:
         found: int = self._library.pd_fit(spans.buffer_info()[0], len(spans) // 3, src_nbytes, dst_nbytes)
         return None if found < 0 else found
 
-    def digest(self, rows: ctypes.Array[Rows], pages: Sequence[int], num_tokens: int, start: int) -> int:
+    def digest(self, rows: ctypes.Array[PoolRows], pages: Sequence[int], num_tokens: int, start: int) -> int:
         """Of `num_tokens` on those pages, modulo 2^64; the first is at position `start`. `rows`: K's, and V's."""
         numbers = array.array("q", pages)
         found: int = self._library.pd_digest(rows, len(rows), numbers.buffer_info()[0], num_tokens, start)
@@ -88,7 +88,7 @@ def load() -> Native | None:
     library.pd_plan.restype = ctypes.c_int64
     library.pd_fit.argtypes = (pointer, ctypes.c_int64, number, number)
     library.pd_fit.restype = ctypes.c_int64
-    library.pd_digest.argtypes = (ctypes.POINTER(Rows), ctypes.c_int64, pointer, ctypes.c_int64, ctypes.c_int64)
+    library.pd_digest.argtypes = (ctypes.POINTER(PoolRows), ctypes.c_int64, pointer, ctypes.c_int64, ctypes.c_int64)
     library.pd_digest.restype = number
     library.pd_number.argtypes = (pointer, ctypes.c_int64, pointer, pointer, pointer, ctypes.c_int64)
     library.pd_number.restype = ctypes.c_int64
