@@ -39,6 +39,13 @@ signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 print('12:00:00 polite lives', os.getpid(), flush=True)
 time.sleep(600)
 """
+CHATTY = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+while True:
+    print('chatty talks', flush=True)
+    time.sleep(0.02)
+"""
 MISTAKEN = "import sys; print('error: no such thing', flush=True); sys.exit(2)"
 CRASHING = "raise SystemExit(1)"
 
@@ -46,7 +53,8 @@ CRASHING = "raise SystemExit(1)"
 class Serve:
     """A supervisor in a process of its own, its output in a file that can be awaited."""
 
-    def __init__(self, folder: Path, *, restart: bool = True, **programs: str) -> None:
+    def __init__(self, folder: Path, *, restart: bool = True, output: int | None = None, **programs: str) -> None:
+        """`output`: where to write instead of a file."""
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
         children = {name: program.replace("PORT", str(port)) for name, program in programs.items()}
@@ -62,7 +70,8 @@ class Serve:
         )
         self._log = folder / "log"
         with self._log.open("wb") as log:
-            self.process = subprocess.Popen([sys.executable, "-c", script], stdout=log, stderr=subprocess.STDOUT)
+            out = log if output is None else output
+            self.process = subprocess.Popen([sys.executable, "-c", script], stdout=out, stderr=subprocess.STDOUT)
 
     @property
     def output(self) -> str:
@@ -181,6 +190,29 @@ def test_a_child_that_ended_as_it_was_told_to_is_not_started_again(tmp_path: Pat
     time.sleep(0.7)  # a restart would come after 0.5 s
     assert serve.process.poll() is None
     assert serve.output.count("polite lives") == 1
+
+
+@pytest.mark.parametrize("where", ["a pipe that nobody reads any more", "a disk that is full"])
+def test_what_is_served_outlives_its_log(tmp_path: Path, serves: list[Serve], where: str) -> None:
+    if where == "a disk that is full":
+        sink = os.open("/dev/full", os.O_WRONLY)
+    else:
+        source, sink = os.pipe()
+    serves.append(serve := Serve(tmp_path, output=sink, router=ROUTER, chatty=CHATTY))
+    os.close(sink)
+    if where != "a disk that is full":
+        with open(source, "rb") as reader:
+            assert any(b"chatty talks" in line for line in reader)
+    parent = psutil.Process(serve.process.pid)
+    deadline = time.monotonic() + 30
+    while len(children := parent.children()) < 2:
+        assert time.monotonic() < deadline, "both are started"
+        time.sleep(0.02)
+    time.sleep(0.5)  # and one of them talks all the time
+    assert serve.process.poll() is None and {child.pid for child in parent.children()} == {c.pid for c in children}
+    serve.process.send_signal(signal.SIGINT)
+    assert serve.process.wait(10) == 0
+    assert gone([child.pid for child in children], within_s=5)
 
 
 def test_a_childs_own_name_is_not_said_twice(tmp_path: Path, serves: list[Serve]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
 
 from rich.console import Console
@@ -10,12 +12,22 @@ from rich.spinner import Spinner
 from rich.table import Table
 
 
+class _Lasting(Console):
+    """Goes on in silence when nobody reads any more: what is served outlives its log."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self.file.fileno())  # for what is left in buffers
+        os.close(nowhere)
+
+
 class Screen:
-    """A context manager: leaving it takes the spinner away."""
+    """A context manager: leaving it takes the spinner away. What cannot be written, to a full disk say, is lost."""
 
     def __init__(self) -> None:
-        self._errors = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
-        self._results = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+        self._errors = _Lasting(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
+        self._results = _Lasting(highlight=False, markup=False, emoji=False, soft_wrap=True)
         self._spinner = Spinner("dots")
         self._live: Live | None = None
 
@@ -30,7 +42,8 @@ class Screen:
         return self._errors.is_terminal
 
     def line(self, text: str) -> None:
-        self._errors.print(text)
+        with contextlib.suppress(OSError):
+            self._errors.print(text)
 
     def say(self, text: str) -> None:
         """A line of our own, in the form of the children's."""
@@ -51,5 +64,6 @@ class Screen:
             self._live.refresh()
 
     def show(self, *parts: str | Table) -> None:
-        for part in parts:
-            self._results.print(part)
+        with contextlib.suppress(OSError):
+            for part in parts:
+                self._results.print(part)

@@ -196,8 +196,8 @@ class Supervisor:
         output = asyncio.create_task(self._pass_on(child, process))
         try:
             await ended(process)
-            kill_group(process)
         finally:
+            kill_group(process)  # also where a bug has this task cancelled: what is waited for below must end
             del self._living[child.name]
             status = process.wait()
         await output
