@@ -281,3 +281,6 @@ def test_what_is_awaited_is_what_was_asked_for() -> None:
         supervisor.missing_instances(none, {"router", "prefill", "decode"})
         == "a prefill instance and a decode instance"
     )
+    apart = '{"ready": false, "missing": [], "reason": "p and d cannot serve together: shm"}'
+    assert supervisor.missing_instances(apart, {"prefill", "decode"}) == "p and d cannot serve together: shm"
+    assert supervisor.missing_instances('{"ready": false, "missing": []}', {"prefill", "decode"}) == "instances"

@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 from _pytest.mark import ParameterSet
 
+from pd.transfer import native
 from pd.transfer.auto import AutoTransport
 from pd.transfer.library import LibraryLimits
 from pd.transfer.memory import MemoryHub, MemoryTransport
@@ -56,6 +57,14 @@ def backends(*names: str) -> list[ParameterSet]:
     reasons = {name: why_absent(name) for name in ("nixl", "mooncake")}
     marks = {name: pytest.mark.skipif(reason is not None, reason=str(reason)) for name, reason in reasons.items()}
     return [pytest.param(name, marks=marks.get(name.partition("-")[0], ())) for name in names]
+
+
+def cpp() -> native.Native:
+    """kernels/cpu/bytes; skips the test where it is not built. `.ci/run` builds it, and fails where it cannot."""
+    found = native.load()
+    if found is None:
+        pytest.skip("kernels/cpu/bytes is not built here (python -m pd.runtime.engine.cpu_ops build)")
+    return found
 
 
 SEVERS_THE_LIVING = ("memory", "tcp", "tcp3", "tcp-card")

@@ -16,7 +16,7 @@ from pd.transfer import native
 from pd.transfer.copying import BATCH_NBYTES, Copier, Copies, NativeCopier, batches
 from pd.transfer.rows import Rows
 from pd.transfer.transport import Span
-from tests.transfer.kit import random_spans
+from tests.transfer.kit import cpp, random_spans
 
 
 class MovesOnly(Copier):
@@ -26,18 +26,11 @@ class MovesOnly(Copier):
         self.has_vectors = False
 
 
-def library() -> native.Native:
-    found = native.load()
-    if found is None:
-        pytest.skip("kernels/cpu/bytes is not built here (python -m pd.runtime.engine.cpu_ops build)")
-    return found
-
-
 @pytest.fixture(params=["native", "vectors", "moves"])
 def copier(request: pytest.FixtureRequest) -> Copies:
     if request.param != "native":
         return Copier() if request.param == "vectors" else MovesOnly()
-    return NativeCopier(library())
+    return NativeCopier(cpp())
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -56,7 +49,7 @@ def test_copies_are_exact(copier: Copies, seed: int) -> None:
 @pytest.mark.parametrize("past", [False, True], ids=["plain", "past the cache"])
 def test_any_alignment_and_length_is_copied_and_nothing_beside_it(past: bool) -> None:
     """By C++, whose lines begin at multiples of 64 bytes of the destination; cut into batches of odd lengths."""
-    cpp = library()
+    library = cpp()
     rng = random.Random(5)
     source = bytearray(rng.randbytes(9000))
     for nbytes in [*range(1, 70), *range(250, 330), 4095, 4096, 8000]:
@@ -66,7 +59,7 @@ def test_any_alignment_and_length_is_copied_and_nothing_beside_it(past: bool) ->
         expected[dst : dst + nbytes] = source[src : src + nbytes]
         most = rng.choice([1, 63, 64, 257, 1 << 20])
         table = Rows.of([Span(src, dst, nbytes)]).numbers
-        for _ in cpp.copy(address_of(source), address_of(sink), table, most=most, is_past_cache=past):
+        for _ in library.copy(address_of(source), address_of(sink), table, most=most, is_past_cache=past):
             pass
         assert sink == expected, f"{nbytes} bytes from {src} to {dst}, {most} at a time"
 

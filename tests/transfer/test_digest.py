@@ -12,10 +12,10 @@ from torch import Tensor
 
 from pd.transfer.digest import Digester, total, whole
 from pd.transfer.layout import KVKind, KVLayout, Shard, pool_nbytes, tp_shards
-from pd.transfer.native import load
 from pd.transfer.packed import End
 from pd.transfer.pairs import Pair, pair_up
 from pd.transfer.reshard import DTYPES, views
+from tests.transfer.kit import cpp
 from tests.transfer.test_plan import random_layout, random_order
 
 NUM_PAGES = 9
@@ -99,10 +99,10 @@ def test_what_is_sent_and_what_landed_have_one_digest_in_any_two_shapes(seeds: r
         assert total(halves) == here, f"seed {seed}: in two parts, cut at {cut}"
 
 
-@pytest.mark.skipif(load() is None, reason="kernels/cpu/bytes is not built: python -m pd.runtime.engine.cpu_ops build")
 @pytest.mark.parametrize("seeds", [range(i, i + 50) for i in range(0, 400, 50)], ids=str)
 def test_cpp_makes_of_any_pool_the_number_that_torch_makes(seeds: range) -> None:
     """Any dtype, axis order, page size, head size, box of heads and layers, pages, and tokens of them."""
+    cpp()
     for seed in seeds:
         rng = random.Random(seed)
         torch.manual_seed(seed)

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 
-from pd.transfer import native
 from pd.transfer.library import Copies, LibraryLimits, Memory, Spans
 from pd.transfer.library_transport import LibraryTransport
 from pd.transfer.nixl import nixl_transport
@@ -26,7 +25,7 @@ from pd.transfer.nixl_lists import (
 )
 from pd.transfer.transport import JobFailed, PeerLost, Span
 from tests.transfer import fake_nixl
-from tests.transfer.kit import done_jobs, wait_jobs, wait_lost, why_absent
+from tests.transfer.kit import cpp, done_jobs, wait_jobs, wait_lost, why_absent
 
 NBYTES = 1 << 18
 LIMITS = LibraryLimits(connect_s=5, stall_s=5, look_s=0.02)
@@ -53,10 +52,7 @@ def on_grid(rng: random.Random, grid: Grid, num_pieces: int, *, joined: int = 1)
 
 @pytest.fixture(params=["native", "numpy"])
 def numbering(request: pytest.FixtureRequest) -> Numbering:
-    found = native.load() if request.param == "native" else None
-    if request.param == "native" and found is None:
-        pytest.skip("kernels/cpu/bytes is not built here (python -m pd.runtime.engine.cpu_ops build)")
-    return Numbering(found)
+    return Numbering(cpp() if request.param == "native" else None)
 
 
 def pieces_of(grid: Grid, numbering: Numbering, spans: Spans) -> list[tuple[int, int]] | None:

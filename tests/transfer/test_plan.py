@@ -15,6 +15,7 @@ from pd.transfer.plan import Route, routes_between
 from pd.transfer.region import check_spans
 from pd.transfer.rows import Rows
 from pd.transfer.transport import Span, TransferError
+from tests.transfer.kit import cpp
 
 DEFAULT_MODEL = KVLayout(30, 3, 64, 16, "bfloat16")
 
@@ -26,9 +27,9 @@ Label = tuple[int, int, int, int, int]  # layer, head, k|v, token, byte of the r
 
 @pytest.fixture(params=["C++", "numpy"])
 def planner(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """Of any number of pieces. C++ where it is built, as in CI."""
-    if request.param == "numpy":
-        monkeypatch.setattr(many, "load", lambda: None)
+    """Of any number of pieces."""
+    found = cpp() if request.param == "C++" else None
+    monkeypatch.setattr(many, "load", lambda: found)
     monkeypatch.setattr(many, "_MANY", 1)
     monkeypatch.setattr(many, "_MANY_FOR_NUMPY", 1)
 

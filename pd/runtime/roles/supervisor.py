@@ -251,10 +251,13 @@ class Supervisor:
 
 
 def missing_instances(body: str, ours: set[str]) -> str:
-    """Of /ready's answer: the roles that no living instance has. A colocated one, where we keep but such, has both."""
+    """Of /ready's answer: the roles that no living instance has, or why those that live cannot serve. A colocated one,
+    where we keep but such, has both roles."""
     try:
-        missing = [role if role in ours else Role.COLOCATED.value for role in json.loads(body)["missing"]]
-        return " and ".join(f"a {role} instance" for role in dict.fromkeys(missing))
+        said = json.loads(body)
+        missing = [role if role in ours else Role.COLOCATED.value for role in said["missing"]]
+        roles = " and ".join(f"a {role} instance" for role in dict.fromkeys(missing))
+        return roles or str(said.get("reason", "instances"))
     except (ValueError, KeyError, TypeError):
         return "instances"
 
